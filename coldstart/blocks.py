@@ -1,0 +1,246 @@
+"""Where the weights of a Transformer live.
+
+An initialisation speaks of queries, keys, values, outputs and feed-forward matrices. This module finds
+them in the modules of the libraries that people use, and it is the only place that knows the attribute
+names of other libraries. Supporting a new library means one more adapter here; every initialisation then
+works on it.
+
+Weights are returned as views of the parameters, in PyTorch's ``(out, in)`` layout, so writing to them in
+place under ``torch.no_grad()`` writes to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+__all__ = ["Attention", "FeedForward", "Layer", "NoNorm", "Stack", "find_stacks", "layer_norms", "remove_layer_norms_"]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The weights of one multi-head attention.
+
+    Attributes:
+        name: path of the attention module in the model.
+        num_heads: number of heads ``h``; head ``i`` owns rows ``i * k`` to ``(i + 1) * k`` of ``query``,
+            ``key`` and ``value``, with ``k = d / h``.
+        query: ``(d, d)``.
+        key: ``(d, d_key)``, where ``d_key`` is the width of the sequence attended to.
+        value: ``(d, d_value)``.
+        output: ``(d, d)``, the output projection.
+        biases: every bias of the module, among them the additional key and value of ``add_bias_kv``.
+    """
+
+    name: str
+    num_heads: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    biases: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """The two matrices of a feed-forward block: ``inner`` is ``(d_ffn, d)``, ``outer`` is ``(d, d_ffn)``."""
+
+    name: str
+    inner: Tensor
+    outer: Tensor
+    biases: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: a self-attention, in a decoder perhaps a cross-attention, and a feed-forward block."""
+
+    self_attention: Attention
+    cross_attention: Attention | None
+    feed_forward: FeedForward
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        if self.cross_attention is None:
+            return (self.self_attention,)
+        return (self.self_attention, self.cross_attention)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The layers of an encoder or a decoder, in order, and the matrices around them.
+
+    Attributes:
+        name: path of the stack in the model.
+        layers: its layers, every one of them, whatever LayerDrop does in training.
+        embeddings: its input embeddings; several in an adaptive input, one a band. Empty where the
+            library keeps embeddings elsewhere (``torch.nn``).
+        projections: matrices between embeddings and layers or between layers and output, ``(out, in)``.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    embeddings: tuple[nn.Embedding, ...] = field(default=())
+    projections: tuple[Tensor, ...] = field(default=())
+
+    @property
+    def has_cross_attention(self) -> bool:
+        return any(layer.cross_attention is not None for layer in self.layers)
+
+
+def find_stacks(model: nn.Module) -> list[Stack]:
+    """Find the Transformer stacks of a model, in the order in which the model holds them.
+
+    Understood are fairseq's encoders and decoders, and ``torch.nn.TransformerEncoder``,
+    ``TransformerDecoder`` or any other module whose ``layers`` are ``TransformerEncoderLayer`` or
+    ``TransformerDecoderLayer``; a bare ``nn.ModuleList`` or ``nn.Sequential`` of such layers is a stack too.
+
+    Args:
+        model: any module.
+
+    Raises:
+        ValueError: no stack was found, or a stack mixes layers that are understood with others that are not.
+    """
+    stacks = [
+        _stack(owner_name, owner, container_name, container)
+        for owner_name, owner, container_name, container in _layer_containers(model)
+    ]
+    if not stacks:
+        raise ValueError(
+            f"no Transformer layers found in {type(model).__name__}: expected fairseq's encoder or decoder layers "
+            "or torch.nn.TransformerEncoderLayer/TransformerDecoderLayer; add an adapter to coldstart/blocks.py"
+        )
+    return stacks
+
+
+def layer_norms(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every LayerNorm below ``module``, as pairs of the module that holds it and its attribute name.
+
+    Recognised by name, so that fused variants (apex, fairseq's fp32 one) count too.
+    """
+    return [
+        (parent, name)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if type(child).__name__.endswith("LayerNorm")
+    ]
+
+
+class NoNorm(nn.Identity):
+    """What stands in the place of a LayerNorm that was removed."""
+
+    # torch.nn's layers compare the eps of their norms to see whether their fused kernel, which normalises,
+    # may replace them in evaluation. NaN differs from itself, so it never may.
+    eps = float("nan")
+
+
+def remove_layer_norms_(module: nn.Module) -> nn.Module:
+    """Put :class:`NoNorm` in the place of every LayerNorm below ``module``, in place.
+
+    No parameter is left behind: one that is never used would stop DistributedDataParallel.
+    """
+    for parent, name in layer_norms(module):
+        setattr(parent, name, NoNorm())
+    return module
+
+
+def _layer_containers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """Yield (owner's path, owner, container's path, container) for every container of Transformer layers."""
+    owners = {child: (name, owner) for name, owner in model.named_modules() for child in owner.children()}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and any(map(_is_layer, _children(module))):
+            owner_name, owner = owners.get(module, (name, module))
+            yield owner_name, owner, name, module
+
+
+def _stack(owner_name: str, owner: nn.Module, container_name: str, container: nn.Module) -> Stack:
+    layers = []
+    for key, module in container._modules.items():
+        path = f"{container_name}.{key}" if container_name else key
+        if not _is_layer(module):
+            raise ValueError(
+                f"layer {path} is a {type(module).__name__}, which no adapter of coldstart/blocks.py understands, "
+                "although its neighbours are Transformer layers; leave it out or write an adapter"
+            )
+        layers.append(_fairseq_layer(path, module) if hasattr(module, "fc1") else _torch_layer(path, module))
+    return Stack(
+        name=owner_name,
+        layers=tuple(layers),
+        embeddings=tuple(_embeddings(getattr(owner, "embed_tokens", None))),
+        projections=tuple(_projections(owner)),
+    )
+
+
+def _children(container: nn.Module) -> list[nn.Module]:
+    # Not by iteration: fairseq's LayerDropModuleList skips layers at random when iterated in training mode.
+    return [child for child in container._modules.values() if child is not None]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return hasattr(module, "self_attn") and (hasattr(module, "fc1") or hasattr(module, "linear1"))
+
+
+# --- fairseq: TransformerEncoderLayerBase, TransformerDecoderLayerBase, MultiheadAttention ---
+
+
+def _fairseq_layer(path: str, layer: nn.Module) -> Layer:
+    cross = getattr(layer, "encoder_attn", None)
+    return Layer(
+        self_attention=_fairseq_attention(f"{path}.self_attn", layer.self_attn),
+        cross_attention=None if cross is None else _fairseq_attention(f"{path}.encoder_attn", cross),
+        feed_forward=_feed_forward(path, layer.fc1, layer.fc2),
+    )
+
+
+def _fairseq_attention(path: str, attention: nn.Module) -> Attention:
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj)
+    query, key, value, output = (projection.weight for projection in projections)
+    biases = (*(projection.bias for projection in projections), attention.bias_k, attention.bias_v)
+    return Attention(path, attention.num_heads, query, key, value, output, _present(biases))
+
+
+def _embeddings(embed_tokens: nn.Module | None) -> Iterator[nn.Embedding]:
+    """The embedding, or one for each band of fairseq's AdaptiveInput."""
+    if embed_tokens is not None:
+        yield from (module for module in embed_tokens.modules() if isinstance(module, nn.Embedding))
+
+
+def _projections(owner: nn.Module) -> Iterator[Tensor]:
+    for name in ("project_in_dim", "project_out_dim", "quant_noise"):
+        projection = getattr(owner, name, None)
+        if projection is not None:
+            yield projection.weight
+    for band in getattr(getattr(owner, "embed_tokens", None), "embeddings", ()):
+        yield from (module.weight for module in band.modules() if isinstance(module, nn.Linear))
+
+
+# --- torch.nn: TransformerEncoderLayer, TransformerDecoderLayer, MultiheadAttention ---
+
+
+def _torch_layer(path: str, layer: nn.Module) -> Layer:
+    cross = getattr(layer, "multihead_attn", None)
+    return Layer(
+        self_attention=_torch_attention(f"{path}.self_attn", layer.self_attn),
+        cross_attention=None if cross is None else _torch_attention(f"{path}.multihead_attn", cross),
+        feed_forward=_feed_forward(path, layer.linear1, layer.linear2),
+    )
+
+
+def _torch_attention(path: str, attention: nn.MultiheadAttention) -> Attention:
+    if attention.in_proj_weight is not None:
+        query, key, value = attention.in_proj_weight.chunk(3)
+    else:
+        query, key, value = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+    output = attention.out_proj
+    biases = (attention.in_proj_bias, output.bias, attention.bias_k, attention.bias_v)
+    return Attention(path, attention.num_heads, query, key, value, output.weight, _present(biases))
+
+
+def _feed_forward(path: str, inner: nn.Linear, outer: nn.Linear) -> FeedForward:
+    return FeedForward(path, inner.weight, outer.weight, _present((inner.bias, outer.bias)))
+
+
+def _present(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor is not None)

@@ -1,0 +1,175 @@
+"""T-Fixup: initial weights scaled by depth, so that a Transformer trains without LayerNorm and warmup.
+
+Huang, Perez, Ba, Volkovs: Improving Transformer Optimization Through Better Initialization, ICML 2020.
+The equations are those of its section 3.2 ("T-Fixup initialization"); N is the number of layers of a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from coldstart.blocks import Attention, FeedForward, Stack, find_stacks
+
+__all__ = ["decoder_gain", "embedding_gain", "encoder_gain", "tfixup_", "tfixup_embedding_"]
+
+
+def encoder_gain(num_layers: int) -> float:
+    """``0.67 * N^(-1/4)``: the gain of V, output projection and both feed-forward matrices of an encoder.
+
+    An encoder layer has two residual branches of two matrices each; scaling every matrix by N^(-1/4) keeps the
+    sum of N branches at order one.
+
+    Args:
+        num_layers: N, the number of layers of the encoder.
+
+    Raises:
+        ValueError: ``num_layers`` is below 1.
+    """
+    return 0.67 * _at_least_one(num_layers) ** -0.25
+
+
+def decoder_gain(num_layers: int) -> float:
+    """``(9 N)^(-1/4)``: the gain of V, output projection and both feed-forward matrices of a decoder.
+
+    Args:
+        num_layers: N, the number of layers of the decoder.
+
+    Raises:
+        ValueError: ``num_layers`` is below 1.
+    """
+    return (9 * _at_least_one(num_layers)) ** -0.25
+
+
+def embedding_gain(num_layers: int) -> float:
+    """``(9 N)^(-1/4)``: the gain of the input embeddings, on either side, with that side's own N.
+
+    Args:
+        num_layers: N, the number of layers of the stack that the embedding feeds.
+
+    Raises:
+        ValueError: ``num_layers`` is below 1.
+    """
+    return (9 * _at_least_one(num_layers)) ** -0.25
+
+
+@torch.no_grad()
+def tfixup_(
+    model: nn.Module,
+    *,
+    encoder_embedding_gain=embedding_gain,
+    pretrained_embeddings: Collection[nn.Embedding] = (),
+    generator: torch.Generator | None = None,
+) -> nn.Module:
+    """Initialise every Transformer layer, input embedding and input/output projection of a model, in place.
+
+    What the law does to each tensor, N being the layers of its stack:
+
+    - every matrix is Xavier-uniform with gain 1, but Q and K have gain 1/sqrt(2), as in the authors' code, and
+      are never scaled; each has its own fans, also where Q, K and V are thirds of one packed matrix;
+    - V, output projection (of cross-attention too) and both feed-forward matrices are multiplied by
+      :func:`encoder_gain` or, in a stack with cross-attention, :func:`decoder_gain`;
+    - input embeddings are N(0, std d^(-1/2)), the padding row zero, multiplied by :func:`embedding_gain`; one that
+      several stacks share is initialised once, with the N of the first of them (the encoder);
+    - biases are zero.
+
+    A stack without cross-attention (encoder-only, decoder-only) has two branches a layer, so it follows the
+    encoder's law: this is our reading, the paper is silent. Positional embeddings and an output projection
+    that is not tied to an embedding are left as they are: the authors' code keeps fairseq's own for both. LayerNorm
+    is not touched either: see :func:`coldstart.blocks.remove_layer_norms_`. ``torch.nn`` keeps embeddings outside its
+    stacks: use :func:`tfixup_embedding_` for those.
+
+    Args:
+        model: a module in which :func:`coldstart.blocks.find_stacks` finds layers.
+        encoder_embedding_gain: gain of the input embedding of a stack without cross-attention, as a function of N.
+            The paper and its code use :func:`embedding_gain`; some accounts of the paper have :func:`encoder_gain`.
+        pretrained_embeddings: embeddings that hold trained vectors: scaled, but not drawn again.
+        generator: source of randomness; the default generator where it is None.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: no layers are found, or a weight is not a matrix (flattened by a sharding wrapper, say).
+    """
+    seen: set[Tensor] = set()
+    for stack in find_stacks(model):
+        _initialise_layers_(stack, generator)
+        gain = embedding_gain if stack.has_cross_attention else encoder_embedding_gain
+        for embedding in stack.embeddings:
+            if embedding.weight in seen:
+                continue
+            seen.add(embedding.weight)
+            if embedding in pretrained_embeddings:
+                embedding.weight.mul_(gain(len(stack.layers)))
+            else:
+                tfixup_embedding_(embedding, len(stack.layers), gain=gain, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def tfixup_embedding_(
+    embedding: nn.Embedding, num_layers: int, *, gain=embedding_gain, generator: torch.Generator | None = None
+) -> nn.Embedding:
+    """Initialise an input embedding: N(0, std d^(-1/2)) times ``gain(N)``, the padding row zero, in place.
+
+    Args:
+        embedding: weight ``(vocabulary, d)``.
+        num_layers: N, the number of layers of the stack that the embedding feeds.
+        gain: the gain as a function of N.
+        generator: source of randomness; the default generator where it is None.
+
+    Returns:
+        ``embedding``.
+
+    Raises:
+        ValueError: ``num_layers`` is below 1.
+    """
+    std = gain(num_layers) * embedding.embedding_dim**-0.5
+    nn.init.normal_(embedding.weight, std=std, generator=generator)
+    if embedding.padding_idx is not None:
+        embedding.weight[embedding.padding_idx].zero_()
+    return embedding
+
+
+def _initialise_layers_(stack: Stack, generator: torch.Generator | None) -> None:
+    gain = (decoder_gain if stack.has_cross_attention else encoder_gain)(len(stack.layers))
+    for layer in stack.layers:
+        for attention in layer.attentions:
+            _initialise_attention_(attention, gain, generator)
+        _initialise_feed_forward_(layer.feed_forward, gain, generator)
+    for projection in stack.projections:
+        _xavier_(projection, 1.0, generator)
+
+
+def _initialise_attention_(attention: Attention, gain: float, generator: torch.Generator | None) -> None:
+    for weight in (attention.query, attention.key):
+        _xavier_(weight, 2**-0.5, generator)
+    for weight in (attention.value, attention.output):
+        _xavier_(weight, gain, generator)
+    for bias in attention.biases:
+        bias.zero_()
+
+
+def _initialise_feed_forward_(block: FeedForward, gain: float, generator: torch.Generator | None) -> None:
+    for weight in (block.inner, block.outer):
+        _xavier_(weight, gain, generator)
+    for bias in block.biases:
+        bias.zero_()
+
+
+def _xavier_(weight: Tensor, gain: float, generator: torch.Generator | None) -> None:
+    if weight.dim() != 2:
+        raise ValueError(
+            f"T-Fixup needs whole weight matrices, but one has shape {tuple(weight.shape)}: "
+            "initialise before the model is sharded or flattened"
+        )
+    nn.init.xavier_uniform_(weight, gain=gain, generator=generator)
+
+
+def _at_least_one(num_layers: int) -> int:
+    if num_layers < 1:
+        raise ValueError(f"the number of layers must be at least 1, not {num_layers}")
+    return num_layers

@@ -1,0 +1,60 @@
+"""Finding the weights: the right ones, all of them, as views of the parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from coldstart.blocks import find_stacks, layer_norms, remove_layer_norms_
+
+
+def test_stacks_of_torch_transformer():
+    encoder, decoder = find_stacks(nn.Transformer(16, 2, 3, 2, 32, batch_first=True))
+    assert (encoder.name, len(encoder.layers), encoder.has_cross_attention) == ("encoder", 3, False)
+    assert (decoder.name, len(decoder.layers), decoder.has_cross_attention) == ("decoder", 2, True)
+    assert encoder.layers[2].self_attention.name == "encoder.layers.2.self_attn"
+    assert decoder.layers[1].cross_attention.name == "decoder.layers.1.multihead_attn"
+
+
+def test_packed_projections_are_views_of_thirds():
+    layer = nn.TransformerEncoderLayer(16, 2, 32)
+    attention = find_stacks(nn.ModuleList([layer]))[0].layers[0].self_attention
+    with torch.no_grad():
+        attention.query.fill_(1.0)
+        attention.key.fill_(2.0)
+        attention.value.fill_(3.0)
+    assert layer.self_attn.in_proj_weight[:, 0].tolist() == [1.0] * 16 + [2.0] * 16 + [3.0] * 16
+
+
+def test_every_weight_and_bias_is_found_once():
+    model = nn.Transformer(16, 2, 2, 3, 32, batch_first=True)
+    found = 0
+    for stack in find_stacks(model):
+        for layer in stack.layers:
+            for attention in layer.attentions:
+                weights = (attention.query, attention.key, attention.value, attention.output)
+                found += sum(tensor.numel() for tensor in (*weights, *attention.biases))
+            block = layer.feed_forward
+            found += sum(tensor.numel() for tensor in (block.inner, block.outer, *block.biases))
+    norms = sum(p.numel() for parent, name in layer_norms(model) for p in getattr(parent, name).parameters())
+    assert found + norms == sum(p.numel() for p in model.parameters())
+
+
+def test_unknown_layer_between_known_ones_is_refused():
+    mixed = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32), nn.Linear(16, 16)])
+    with pytest.raises(ValueError, match="layer 1 is a Linear"):
+        find_stacks(mixed)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_removed_layer_norm_leaves_nothing_and_computes_plain_residuals(training):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = remove_layer_norms_(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16))).train(training)
+    assert not layer_norms(model)
+    assert not [name for name, _ in model.named_parameters() if "norm" in name]
+
+    x = torch.randn(3, 5, 16)
+    expected = x
+    for layer in model.layers:
+        expected = expected + layer.self_attn(expected, expected, expected)[0]
+        expected = expected + layer.linear2(torch.relu(layer.linear1(expected)))
+    torch.testing.assert_close(model(x), expected)
