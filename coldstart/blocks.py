@@ -94,19 +94,25 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     """Find the Transformer stacks of a model, in the order in which the model holds them.
 
     Understood are fairseq's encoders and decoders, and ``torch.nn.TransformerEncoder``,
-    ``TransformerDecoder`` or any other module whose ``layers`` are ``TransformerEncoderLayer`` or
-    ``TransformerDecoderLayer``; a bare ``nn.ModuleList`` or ``nn.Sequential`` of such layers is a stack too.
+    ``TransformerDecoder`` and any other ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of
+    ``TransformerEncoderLayer`` or ``TransformerDecoderLayer``: all layers of a container are one stack.
 
     Args:
         model: any module.
 
     Raises:
-        ValueError: no stack was found, or a stack mixes layers that are understood with others that are not.
+        ValueError: no stack was found, a layer stands outside of any, or a stack mixes layers that are understood
+            with others that are not.
     """
-    stacks = [
-        _stack(owner_name, owner, container_name, container)
-        for owner_name, owner, container_name, container in _layer_containers(model)
-    ]
+    containers = list(_layer_containers(model))
+    contained = {child for *_, container in containers for child in _children(container)}
+    for name, module in model.named_modules():
+        if _is_layer(module) and module not in contained:
+            raise ValueError(
+                f"Transformer layer '{name}' ({type(module).__name__}) is in no container, so the depth of its stack "
+                "is unknown: put the layers of a stack into one nn.ModuleList"
+            )
+    stacks = [_stack(*found) for found in containers]
     if not stacks:
         raise ValueError(
             f"no Transformer layers found in {type(model).__name__}: expected fairseq's encoder or decoder layers "
@@ -131,9 +137,11 @@ def layer_norms(module: nn.Module) -> list[tuple[nn.Module, str]]:
 class NoNorm(nn.Identity):
     """What stands in the place of a LayerNorm that was removed."""
 
-    # torch.nn's layers compare the eps of their norms to see whether their fused kernel, which normalises,
-    # may replace them in evaluation. NaN differs from itself, so it never may.
-    eps = float("nan")
+    def __init__(self) -> None:
+        super().__init__()
+        # torch.nn's layers compare the eps of their norms to see whether their fused kernel, which normalises,
+        # may replace them in evaluation. NaN differs from itself, so it never may.
+        self.eps = float("nan")
 
 
 def remove_layer_norms_(module: nn.Module) -> nn.Module:
@@ -143,6 +151,9 @@ def remove_layer_norms_(module: nn.Module) -> nn.Module:
     """
     for parent, name in layer_norms(module):
         setattr(parent, name, NoNorm())
+    for encoder in module.modules():
+        if isinstance(encoder, nn.TransformerEncoder):
+            encoder.use_nested_tensor = False  # torch.nn's path for padded batches reads the weights of the norms
     return module
 
 
@@ -150,7 +161,7 @@ def _layer_containers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, n
     """Yield (owner's path, owner, container's path, container) for every container of Transformer layers."""
     owners = {child: (name, owner) for name, owner in model.named_modules() for child in owner.children()}
     for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and any(map(_is_layer, _children(module))):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and any(map(_is_layer, _children(module))):
             owner_name, owner = owners.get(module, (name, module))
             yield owner_name, owner, name, module
 

@@ -32,16 +32,24 @@ find_python() { # 3.11 and 3.12 first: fairseq has binary wheels for them
     die "Python 3.11 or newer is missing: install it (python.org, or Debian's python3.11), or name one with PYTHON=/path/to/python3."
 }
 
+begun=$venv/.coldstart-begun
+if [ -e "$begun" ]; then # an environment of ours, interrupted before it had pip
+    rm -rf "$venv"
+fi
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    python=$(find_python)
-    if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -e "$venv/pyvenv.cfg" ]; then
-        die "$venv holds something that is not a virtual environment: name a new directory with VENV=dir, or move it away."
+    if [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
+        die "$venv holds something other than a virtual environment with pip: name a new directory with VENV=dir, or move it away."
     fi
+    python=$(find_python)
     echo "setup: new virtual environment in $venv ($("$python" --version))"
-    "$python" -m venv --clear "$venv" >/dev/null ||
+    mkdir -p "$venv" && touch "$begun" || die "$venv cannot be made: name another directory with VENV=dir."
+    "$python" -m venv "$venv" >/dev/null ||
         die "$python cannot make virtual environments: install its venv module (Debian: python3-venv), then run this again."
+    rm "$begun"
 fi
 python=$venv/bin/python
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    die "$venv has $("$python" --version), but 3.11 or newer is needed: name another directory with VENV=dir."
 
 if ! "$python" - <<'END'; then
 import os, platform, shutil, sys, sysconfig

@@ -45,6 +45,29 @@ def test_unknown_layer_between_known_ones_is_refused():
         find_stacks(mixed)
 
 
+def test_layer_outside_of_any_container_is_refused():
+    model = nn.ModuleDict({"deep": nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)})
+    assert len(find_stacks(model)) == 1
+    holder = nn.Module()
+    holder.first, holder.rest = nn.TransformerEncoderLayer(16, 2, 32), model
+    with pytest.raises(ValueError, match=r"layer 'first' .* is in no container"):
+        find_stacks(holder)
+
+
+def test_module_dict_is_a_stack():
+    stack = nn.ModuleDict({name: nn.TransformerEncoderLayer(16, 2, 32) for name in "ab"})
+    assert [layer.self_attention.name for layer in find_stacks(stack)[0].layers] == ["a.self_attn", "b.self_attn"]
+
+
+def test_padded_batches_without_layer_norm():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = remove_layer_norms_(nn.TransformerEncoder(layer, 2))
+    x, padding = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    trained, evaluated = (model.train(mode)(x, src_key_padding_mask=padding) for mode in (True, False))
+    torch.testing.assert_close(trained, evaluated)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_removed_layer_norm_leaves_nothing_and_computes_plain_residuals(training):
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)

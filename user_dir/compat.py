@@ -23,6 +23,7 @@ import numpy as np
 import omegaconf
 import torch
 from fairseq import checkpoint_utils, options, trainer
+from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import meters, metrics
@@ -389,6 +390,23 @@ def resume_with_the_same_batches() -> None:
         return iterator
 
 
+def keep_the_last_sentences() -> None:
+    """Symptom: none; up to 7 sentences of a data set are never translated, validated or trained on, and of a set of
+    fewer than 8 nothing is left (``ZeroDivisionError``, ``The dataset is empty``).
+
+    Since: 0.12.3; a last batch that is no multiple of ``--required-batch-size-multiple`` (8) is dropped.
+    Remedy: put it back.
+    """
+
+    @_wrap(data_utils, "batch_by_size")
+    def batch_by_size(original: Callable, indices: np.ndarray, *args, fixed_shapes: Any = None, **kwargs) -> list:
+        batches = original(indices, *args, fixed_shapes=fixed_shapes, **kwargs)
+        kept = sum(map(len, batches))
+        if fixed_shapes is None and kept < len(indices):
+            batches = [*batches, np.asarray(indices)[kept:]]
+        return batches
+
+
 _loading: contextvars.ContextVar[bool] = contextvars.ContextVar("loading", default=False)
 
 
@@ -449,6 +467,7 @@ def apply() -> None:
     skip_overflowing_updates_on_the_cpu()
     copy_checkpoints_atomically()
     resume_with_the_same_batches()
+    keep_the_last_sentences()
     tell_models_that_they_will_be_loaded()
     give_both_attention_masks_one_type()
     _applied = True

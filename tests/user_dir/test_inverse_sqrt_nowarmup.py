@@ -1,11 +1,12 @@
 """The schedule, against the formula of the authors' code."""
 
+import argparse
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from fairseq import optim, utils
+from fairseq import optim, options, utils
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY
 
 utils.import_user_module(Namespace(user_dir=str(Path(__file__).resolve().parents[2] / "user_dir")))
@@ -35,7 +36,20 @@ def test_refuses_several_rates():
         schedule([1e-3, 1e-4], 4000)
 
 
-@pytest.mark.parametrize("period", [0, -1, float("nan")])
-def test_refuses_a_period_that_is_not_positive(period):
-    with pytest.raises(ValueError, match="--decay-period must be above 0"):
+@pytest.mark.parametrize("period", [0, -1, float("nan"), float("inf"), "long"])
+def test_refuses_a_period_that_is_not_positive(period, capsys):
+    with pytest.raises(argparse.ArgumentTypeError, match="a positive number of updates"):
         schedule([1e-3], period)
+    parser = options.get_training_parser()
+    arguments = [
+        "data",
+        "--arch",
+        "transformer_tfixup",
+        "--lr-scheduler",
+        "inverse_sqrt_nowarmup",
+        "--decay-period",
+        str(period),
+    ]
+    with pytest.raises(SystemExit):
+        options.parse_args_and_arch(parser, arguments)
+    assert "argument --decay-period: the decay period is a positive number" in capsys.readouterr().err

@@ -146,6 +146,8 @@ def test_layer_norm_can_be_kept():
         (["--encoder-normalize-before"], "--encoder-normalize-before needs LayerNorm"),
         (["--decoder-normalize-before"], "--decoder-normalize-before needs LayerNorm"),
         (["--layernorm-embedding"], "--layernorm-embedding needs LayerNorm"),
+        (["--encoder-layers", "0"], "--encoder-layers must be at least 1"),
+        (["--decoder-layers", "-1"], "--decoder-layers must be at least 1"),
         (["--base-layers", "1"], "--base-layers has feed-forward experts"),
         (["--base-layers", "1", "--tfixup-layer-norm"], "--base-layers has feed-forward experts"),
     ],
@@ -154,6 +156,17 @@ def test_layer_norm_can_be_kept():
 def test_options_that_cannot_hold_together(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         build(*arguments)
+
+
+def test_unknown_gain_from_hydra_is_one_sentence():
+    config = OmegaConf.create({"_name": "transformer_tfixup", "tfixup_encoder_embedding_gain": "foo"})
+    task = SimpleNamespace(source_dictionary=SOURCE, target_dictionary=TARGET)
+    with pytest.raises(ValueError, match="is 'embedding' or 'encoder', not 'foo'"):
+        models.build_model(config, task)
+
+
+def test_kept_layers_set_the_depth():
+    check_law(build("--encoder-layers-to-keep", "0,2", "--decoder-layers-to-keep", "1"), 2, 1)
 
 
 def test_pretrained_embeddings_are_scaled_and_not_drawn_again(tmp_path):

@@ -57,6 +57,10 @@ class TFixupTransformerModel(TransformerModel):
             ValueError: options that cannot hold together.
         """
         check_options(args)
+        for option in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
+            kept = getattr(args, option)
+            if kept and not isinstance(kept, str):  # the parser makes a list, and fairseq's build_model splits a string
+                setattr(args, option, ",".join(map(str, kept)))
         model = super().build_model(args, task)
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise ValueError(
@@ -81,6 +85,16 @@ def check_options(args) -> None:
     Raises:
         ValueError: one sentence that names the option and says what to do instead.
     """
+    for option in ("encoder_layers", "decoder_layers"):
+        layers = getattr(args, option)
+        if layers < 1:
+            raise ValueError(
+                f"--{option.replace('_', '-')} must be at least 1, as T-Fixup scales by depth, not {layers}"
+            )
+    if args.tfixup_encoder_embedding_gain not in ENCODER_EMBEDDING_GAINS:
+        raise ValueError(
+            f"--tfixup-encoder-embedding-gain is 'embedding' or 'encoder', not '{args.tfixup_encoder_embedding_gain}'"
+        )
     if getattr(args, "base_layers", 0):
         raise ValueError("--base-layers has feed-forward experts that T-Fixup says nothing of: leave it out")
     if args.tfixup_layer_norm:

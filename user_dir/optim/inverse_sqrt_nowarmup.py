@@ -1,5 +1,7 @@
 """``--lr-scheduler inverse_sqrt_nowarmup``: the learning-rate schedule of T-Fixup, which starts at the full rate."""
 
+import argparse
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -17,12 +19,34 @@ class InverseSqrtNoWarmupConfig(FairseqDataclass):
     lr: list[float] = II("optimization.lr")
 
 
+def decay_period(value: str | float) -> float:
+    """The value as a number of updates; an argparse type.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not a positive, finite number.
+    """
+    try:
+        period = float(value)
+    except ValueError:
+        period = math.nan
+    if not 0 < period < math.inf:
+        raise argparse.ArgumentTypeError(f"the decay period is a positive number of updates (4000, say), not {value}")
+    return period
+
+
 @register_lr_scheduler("inverse_sqrt_nowarmup", dataclass=InverseSqrtNoWarmupConfig)
 class InverseSqrtNoWarmup(FairseqLRScheduler):
     """``lr * sqrt(P / (P + t))`` at update t, with no warmup (Huang et al., ICML 2020; the authors' code).
 
     fairseq's ``inverse_sqrt`` divides by ``--warmup-updates`` and so cannot start without warmup.
     """
+
+    @classmethod
+    def add_args(cls, parser):
+        """Add ``--decay-period``, which is checked while the command line is read."""
+        config = InverseSqrtNoWarmupConfig()
+        help_text = config._get_help("decay_period")
+        parser.add_argument("--decay-period", type=decay_period, default=config.decay_period, help=help_text)
 
     def __init__(self, cfg: InverseSqrtNoWarmupConfig, optimizer):
         super().__init__(cfg, optimizer)
@@ -32,8 +56,7 @@ class InverseSqrtNoWarmup(FairseqLRScheduler):
                 f"inverse_sqrt_nowarmup takes one learning rate, not {list(rates)}: "
                 "give one --lr, or use --lr-scheduler fixed for a rate an epoch"
             )
-        if not cfg.decay_period > 0:
-            raise ValueError(f"--decay-period must be above 0, not {cfg.decay_period}")
+        decay_period(cfg.decay_period)
         self.initial_lr = rates[0]
         self.step_update(0)
 
