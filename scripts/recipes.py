@@ -177,10 +177,9 @@ MULTI30K_SMALL = replace(
     name="multi30k_small",
     model=(*model_options(96, 192, 4, 6, 6), "--share-all-embeddings"),
     lr="2e-3",
-    warmup_updates=150,
-    updates=500,
-    save_every=100,
-    training=smoothed(dropout=0.1, max_tokens=2048),
+    updates=1200,
+    save_every=200,
+    training=smoothed(dropout=0.1, max_tokens=1024),
 )
 
 RECIPES = {recipe.name: recipe for recipe in (G2P, MULTI30K, MULTI30K_SMALL)}

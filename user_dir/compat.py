@@ -26,7 +26,7 @@ from fairseq import checkpoint_utils, options, trainer
 from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
-from fairseq.logging import meters, metrics
+from fairseq.logging import meters, metrics, progress_bar
 from fairseq.models import distributed_fairseq_model
 from fairseq.modules import multihead_attention
 from fairseq.optim import fp16_optimizer
@@ -407,6 +407,21 @@ def keep_the_last_sentences() -> None:
         return batches
 
 
+def log_every_line_once() -> None:
+    """Symptom: the file of ``--log-file`` holds every line again and again, once more with every epoch and validation.
+
+    Since: always; each progress bar opens the file for itself and never closes it.
+    Remedy: only the first one does.
+    """
+
+    @_wrap(progress_bar, "progress_bar")
+    def make_progress_bar(original: Callable, iterator: Any, *args, log_file: str | None = None, **kwargs) -> Any:
+        opened = [handler.baseFilename for handler in progress_bar.logger.handlers if hasattr(handler, "baseFilename")]
+        if log_file and os.path.abspath(log_file) in opened:
+            log_file = None
+        return original(iterator, *args, log_file=log_file, **kwargs)
+
+
 _loading: contextvars.ContextVar[bool] = contextvars.ContextVar("loading", default=False)
 
 
@@ -468,6 +483,7 @@ def apply() -> None:
     copy_checkpoints_atomically()
     resume_with_the_same_batches()
     keep_the_last_sentences()
+    log_every_line_once()
     tell_models_that_they_will_be_loaded()
     give_both_attention_masks_one_type()
     _applied = True

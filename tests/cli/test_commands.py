@@ -105,3 +105,10 @@ def test_hydra_under_torchrun_says_what_to_add_and_that_makes_it_one_training(hy
     output = torchrun("fairseq-hydra-train", *hydra, *keys.replace("'", "").split(), cwd=tmp_path)
     assert "training on 2 devices" in output
     assert [line["num_updates"] for line in log_of(output, "train_inner")] == [1, 2, 3, 4]
+
+
+def test_log_file_holds_every_line_once(train, tmp_path):
+    train(tmp_path, "--max-epoch", 3, "--log-file", tmp_path / "log")
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{")]
+    assert len(lines) > 10
+    assert len(set(lines)) == len(lines)
