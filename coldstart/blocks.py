@@ -134,7 +134,7 @@ def layer_norms(module: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-class NoNorm(nn.Identity):
+class NoNorm(nn.Module):
     """What stands in the place of a LayerNorm that was removed."""
 
     def __init__(self) -> None:
@@ -142,6 +142,10 @@ class NoNorm(nn.Identity):
         # torch.nn's layers compare the eps of their norms to see whether their fused kernel, which normalises,
         # may replace them in evaluation. NaN differs from itself, so it never may.
         self.eps = float("nan")
+
+    def forward(self, x: Tensor) -> Tensor:
+        # As LayerNorm does. fairseq transposes its stream, and a projection copies a transposed input every time.
+        return x.contiguous()
 
 
 def remove_layer_norms_(module: nn.Module) -> nn.Module:
