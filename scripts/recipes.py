@@ -135,7 +135,10 @@ class Recipe:
 
     def shortened(self, updates: int | None) -> "Recipe":
         """The same recipe with another number of updates."""
-        return self if updates is None else replace(self, updates=updates, save_every=min(self.save_every, updates))
+        if updates is None:
+            return self
+        save_every, log_every = (min(interval, updates) for interval in (self.save_every, self.log_every))
+        return replace(self, updates=updates, save_every=save_every, log_every=log_every)
 
 
 def device(cpu: bool) -> Options:

@@ -53,10 +53,10 @@ def test_a_gpu_is_used_by_leaving_out_cpu():
     assert "--cpu" not in G2P.train(Path("run"), cpu=False)
 
 
-def test_a_shortened_recipe_still_saves():
+def test_a_shortened_recipe_still_saves_and_logs():
     assert G2P.shortened(None) is G2P
-    short = G2P.shortened(20)
-    assert (short.updates, short.save_every) == (20, 20)
+    short = G2P.shortened(10)
+    assert (short.updates, short.save_every, short.log_every) == (10, 10, 10)
 
 
 def test_the_new_words_are_new():
