@@ -160,6 +160,16 @@ G2P = Recipe(
     training=smoothed(dropout=0, max_tokens=1024),
 )
 
+G2P_FULL = replace(
+    G2P,
+    name="g2p_full",
+    model=(*model_options(256, 1024, 4, 3, 3), "--share-decoder-input-output-embed"),
+    lr="1.5e-3",
+    updates=12000,
+    save_every=1000,
+    training=smoothed(dropout=0.1, max_tokens=1024),
+)
+
 MULTI30K = Recipe(
     name="multi30k",
     task="translation",
@@ -185,4 +195,4 @@ MULTI30K_SMALL = replace(
     training=smoothed(dropout=0.1, max_tokens=1024),
 )
 
-RECIPES = {recipe.name: recipe for recipe in (G2P, MULTI30K, MULTI30K_SMALL)}
+RECIPES = {recipe.name: recipe for recipe in (G2P, G2P_FULL, MULTI30K, MULTI30K_SMALL)}
