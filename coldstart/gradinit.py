@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,10 +18,46 @@ from torch import distributed as dist
 from coldstart.gradients import LossFunction, TrainingLoss, trainable_parameters
 from coldstart.scales import Iteration, fold_
 
-__all__ = ["GradInitResult", "default_gamma", "gradinit"]
+__all__ = ["GradInitResult", "Settings", "default_gamma", "gradinit"]
 
 NORM_ORDER = {"adam": 1, "sgd": 2}
 FIRST_ORDER_DECREASE = 0.1  # what a first step may gain at most, to first order: eta ||g||_1, or eta ||g||_2^2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of :func:`gradinit`, checked; where ``gamma`` is None it becomes :func:`default_gamma`."""
+
+    optimizer: str
+    eta: float
+    gamma: float | None
+    lr: float
+    iterations: int
+    min_scale: float
+    grad_clip: float | None
+    betas: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in NORM_ORDER:
+            raise ValueError(f"optimizer must be 'adam' or 'sgd', not {self.optimizer!r}")
+        for name in ("eta", "gamma", "lr", "grad_clip"):
+            value = getattr(self, name)
+            if value is None and name in ("gamma", "grad_clip"):
+                continue
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number, not {value}")
+        if not isinstance(self.iterations, int) or self.iterations < 1:
+            raise ValueError(f"iterations must be a whole number from 1 on, not {self.iterations}")
+        if not 0 <= self.min_scale <= 1:
+            raise ValueError(f"min_scale must be between 0 and 1, where the scales start, not {self.min_scale}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers from 0 to below 1, not {self.betas}")
+        if self.gamma is None:
+            object.__setattr__(self, "gamma", default_gamma(self.optimizer, self.eta))
+
+    def record(self) -> dict[str, Any]:
+        """The settings by name, as JSON knows them."""
+        return asdict(self) | {"betas": list(self.betas)}
 
 
 @dataclass(frozen=True)
@@ -98,9 +134,8 @@ def gradinit(
         FloatingPointError: the loss, the gradient norm or the gradient of a scale is not finite; the sentence names
             the iteration and the first parameter concerned.
     """
-    _check_settings(optimizer, eta, gamma, lr, iterations, min_scale, grad_clip, betas)
-    gamma = default_gamma(optimizer, eta) if gamma is None else gamma
-    solver = _Solver(model, loss_fn, optimizer, eta, gamma, lr, min_scale, grad_clip, betas, process_group)
+    settings = Settings(optimizer, eta, gamma, lr, iterations, min_scale, grad_clip, betas)
+    solver = _Solver(model, loss_fn, settings, process_group)
     history = []
     for iteration, (batch, second_batch) in enumerate(_exactly(iterations, batches), start=1):
         history.append(solver.iterate(iteration, batch, second_batch))
@@ -108,36 +143,30 @@ def gradinit(
             progress(history[-1])
     scales = solver.named_scales()
     fold_(solver.parameters, scales)
-    settings = {
-        "optimizer": optimizer,
-        "eta": eta,
-        "gamma": gamma,
-        "lr": lr,
-        "iterations": iterations,
-        "min_scale": min_scale,
-        "grad_clip": grad_clip,
-        "betas": list(betas),
-    }
-    return GradInitResult(scales, tuple(history), settings)
+    return GradInitResult(scales, tuple(history), settings.record())
 
 
 class _Solver:
     """The state of the iteration: the scales and their two optimisers, one for each branch (section 3.2)."""
 
-    def __init__(self, model, loss_fn, optimizer, eta, gamma, lr, min_scale, grad_clip, betas, process_group) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, settings: Settings, process_group) -> None:
         self.parameters = trainable_parameters(model)
         if not self.parameters:
             raise ValueError(f"{type(model).__name__} has no trainable parameter to scale")
         self.loss = TrainingLoss(model, loss_fn)
-        self.optimizer, self.eta, self.gamma, self.grad_clip = optimizer, eta, gamma, grad_clip
+        self.settings = settings
         self.process_group = process_group
         first = next(iter(self.parameters.values()))
         precision = torch.promote_types(first.dtype, torch.float32)
         self.scales = nn.Parameter(torch.ones(len(self.parameters), dtype=precision, device=first.device))
         self.lower_bounds = torch.tensor(
-            [0.0 if _is_bias(name) else min_scale for name in self.parameters], dtype=precision, device=first.device
+            [0.0 if _is_bias(name) else settings.min_scale for name in self.parameters],
+            dtype=precision,
+            device=first.device,
         )
-        self.objective, self.constraint = (torch.optim.Adam([self.scales], lr=lr, betas=betas) for _ in range(2))
+        self.objective, self.constraint = (
+            torch.optim.Adam([self.scales], lr=settings.lr, betas=settings.betas) for _ in range(2)
+        )
         self.expects_constraint = False  # whether this iteration will need second derivatives: as the last one did
 
     def iterate(self, iteration: int, batch: Any, second_batch: Any) -> Iteration:
@@ -151,7 +180,7 @@ class _Solver:
         loss, whole = self._mean_loss(loss), self._mean_gradients(gradients)
         norm = self._norm(whole)
         self._refuse_non_finite(iteration, loss, norm, whole)
-        constrained = norm > self.gamma
+        constrained = norm > self.settings.gamma
         if constrained:
             if not self.expects_constraint:
                 del gradients, whole
@@ -165,7 +194,7 @@ class _Solver:
             del whole
             updated_loss, gradients = self.loss.gradient(weights, second_batch)
             updated_loss = self._mean_loss(updated_loss)
-            slopes = self._slopes(gradients) / self.eta
+            slopes = self._slopes(gradients) / self.settings.eta
         self.expects_constraint = constrained
         self._refuse_non_finite_slopes(iteration, slopes)
         self._step_(self.constraint if constrained else self.objective, slopes)
@@ -182,7 +211,7 @@ class _Solver:
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         """The norm over all parameters: l1 for Adam, l2 for SGD. The same number on every process."""
-        order = NORM_ORDER[self.optimizer]
+        order = NORM_ORDER[self.settings.optimizer]
         norms = torch.stack([norm.to(self.scales) for norm in torch._foreach_norm(list(gradients), order)])
         norm = norms.norm(order)
         if self.process_group is not None:
@@ -192,14 +221,14 @@ class _Solver:
     @torch.no_grad()
     def _take_first_step_(self, weights: dict[str, Tensor], gradients: Sequence[Tensor]) -> None:
         """W <- W - eta sign(g) (Adam), W - eta g (SGD); the step is a constant for what follows."""
-        step = torch._foreach_sign(list(gradients)) if self.optimizer == "adam" else list(gradients)
-        torch._foreach_add_(list(weights.values()), step, alpha=-self.eta)
+        step = torch._foreach_sign(list(gradients)) if self.settings.optimizer == "adam" else list(gradients)
+        torch._foreach_add_(list(weights.values()), step, alpha=-self.settings.eta)
 
     def _norm_gradient(
         self, weights: dict[str, Tensor], gradients: Sequence[Tensor], whole: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """The gradient of ||g|| with respect to the weights: the Hessian times sign(g) (l1) or g / ||g|| (l2)."""
-        if self.optimizer == "adam":
+        if self.settings.optimizer == "adam":
             direction = torch._foreach_sign(list(whole))
         else:
             direction = torch._foreach_div(list(whole), self._norm(whole))
@@ -217,8 +246,8 @@ class _Solver:
 
     @torch.no_grad()
     def _step_(self, optimizer: torch.optim.Optimizer, slopes: Tensor) -> None:
-        if self.grad_clip is not None:
-            slopes = slopes.clamp(-self.grad_clip, self.grad_clip)
+        if self.settings.grad_clip is not None:
+            slopes = slopes.clamp(-self.settings.grad_clip, self.settings.grad_clip)
         self.scales.grad = slopes
         optimizer.step()
         self.scales.copy_(torch.maximum(self.scales, self.lower_bounds))
@@ -275,19 +304,3 @@ def _exactly(iterations: int, batches: Iterable[tuple[Any, Any]]) -> Iterator[tu
                 f"GradInit was to take {iterations} iterations, but got only {count} pairs of batches"
             ) from None
         yield pair
-
-
-def _check_settings(optimizer, eta, gamma, lr, iterations, min_scale, grad_clip, betas) -> None:
-    if optimizer not in NORM_ORDER:
-        raise ValueError(f"optimizer must be 'adam' or 'sgd', not {optimizer!r}")
-    positive = {"eta": eta, "lr": lr, "gamma": 1.0 if gamma is None else gamma}
-    positive["grad_clip"] = 1.0 if grad_clip is None else grad_clip
-    for name, value in positive.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive number, not {value}")
-    if not isinstance(iterations, int) or iterations < 1:
-        raise ValueError(f"iterations must be a whole number from 1 on, not {iterations}")
-    if not 0 <= min_scale <= 1:
-        raise ValueError(f"min_scale must be between 0 and 1, where the scales start, not {min_scale}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers from 0 to below 1, not {betas}")
