@@ -7,19 +7,25 @@ point before), dots on lines the validation loss; both in bits per target token.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from console import UserError, one_sentence_errors, readable
 from training_log import TrainingLog, read_log
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#edae49", "#5d5179", "#8d96a3")
 
 
-def plot(logs: dict[str, TrainingLog], out: Path, title: str = "", log_scale: bool = False) -> None:
-    """Draw the training and validation loss of each log (the key is its label) into the picture `out`.
+@contextmanager
+def drawing(out: Path, size: tuple[float, float], columns: int = 1) -> Iterator[list["Axes"]]:
+    """Yield the panels of a picture, side by side; it is written to `out` when the block ends well.
 
-    Raises `UserError` where a log holds no losses or matplotlib is not installed.
+    Raises `UserError` where matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -28,34 +34,48 @@ def plot(logs: dict[str, TrainingLog], out: Path, title: str = "", log_scale: bo
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
-    for index, (label, log) in enumerate(logs.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        updates, losses = log.losses("train")
-        if not updates:
-            raise UserError(f"the log of {label} has no losses; train with --log-format json --log-file LOG")
-        if log.valid:
-            axes.plot(updates, losses, color=colour, alpha=0.45, linewidth=1, label=f"{label}, training")
-            updates, losses = log.losses("valid")
-            axes.plot(updates, losses, "o-", color=colour, markersize=4, label=f"{label}, validation")
+    figure, panels = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
+    for axes in panels[0]:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    try:
+        yield list(panels[0])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=150)
+    finally:
+        pyplot.close(figure)
+
+
+def plot(logs: dict[str, TrainingLog], out: Path, title: str = "", log_scale: bool = False) -> None:
+    """Draw the training and validation loss of each log (the key is its label) into the picture `out`.
+
+    Raises `UserError` where a log holds no losses or matplotlib is not installed.
+    """
+    with drawing(out, (7.5, 4.5)) as (axes,):
+        for index, (label, log) in enumerate(logs.items()):
+            colour = COLOURS[index % len(COLOURS)]
+            updates, losses = log.losses("train")
+            if not updates:
+                raise UserError(f"the log of {label} has no losses; train with --log-format json --log-file LOG")
+            if log.valid:
+                axes.plot(updates, losses, color=colour, alpha=0.45, linewidth=1, label=f"{label}, training")
+                updates, losses = log.losses("valid")
+                axes.plot(updates, losses, "o-", color=colour, markersize=4, label=f"{label}, validation")
+            else:
+                axes.plot(updates, losses, color=colour, linewidth=1.4, label=label)
+            end = (updates[-1], losses[-1])
+            axes.annotate(
+                f"{losses[-1]:.2f}", end, xytext=(6, 0), textcoords="offset points", va="center", color=colour
+            )
+        if log_scale:
+            axes.set_yscale("log")
         else:
-            axes.plot(updates, losses, color=colour, linewidth=1.4, label=label)
-        end = (updates[-1], losses[-1])
-        axes.annotate(f"{losses[-1]:.2f}", end, xytext=(6, 0), textcoords="offset points", va="center", color=colour)
-    if log_scale:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("updates")
-    axes.set_ylabel("loss (bits per token)")
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150)
-    pyplot.close(figure)
+            axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("updates")
+        axes.set_ylabel("loss (bits per token)")
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.legend(frameon=False)
 
 
 def labels_of(paths: Sequence[Path], labels: Sequence[str] | None) -> list[str]:

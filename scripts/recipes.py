@@ -7,6 +7,8 @@ from typing import Literal
 
 Options = tuple[str, ...]
 
+ADAM = ("--optimizer=adam", "--adam-betas=(0.9, 0.98)")
+
 # By default fairseq drops the last batch of a data set, also of a test set, unless its size is a multiple of 8.
 EVERY_SENTENCE = ("--required-batch-size-multiple=1",)
 
@@ -73,6 +75,7 @@ class Recipe:
         seed: of the weights, the order of the data and dropout.
         decoding: how tokens become text, for generation.
         beam: beam size and length penalty.
+        optimizer: the optimiser and its moments.
     """
 
     name: str
@@ -88,6 +91,7 @@ class Recipe:
     training: Options
     decoding: Options = ()
     beam: Options = ("--beam=5",)
+    optimizer: Options = ADAM
     seed: int = 1
 
     def schedule(self, variant: Variant) -> Options:
@@ -112,7 +116,7 @@ class Recipe:
         """The `fairseq-train` command whose checkpoints and log go to the folder `run`."""
         return [
             *("fairseq-train", str(self.data), "--user-dir=user_dir", *variant.options, *self.model),
-            *("--optimizer=adam", "--adam-betas=(0.9, 0.98)", f"--lr={self.lr}", *self.schedule(variant)),
+            *(*self.optimizer, f"--lr={self.lr}", *self.schedule(variant)),
             *(*self.training, *EVERY_SENTENCE, f"--max-update={self.updates}", f"--seed={self.seed}"),
             *self.saving(run),
             *("--log-format=json", f"--log-interval={self.log_every}", f"--log-file={run / 'log.jsonl'}"),
