@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 __all__ = ["LossFunction", "TrainingLoss", "trainable_parameters"]
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+T = TypeVar("T")
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -53,24 +55,59 @@ class TrainingLoss(nn.Module):
         Raises:
             ValueError: the loss is no scalar, or depends on no weight.
         """
+        leaves = list(weights.values())
+
+        def loss_and_gradients() -> tuple[Tensor, list[Tensor]]:
+            loss = self._loss_fn[0](self.model, batch)
+            if not isinstance(loss, Tensor) or loss.dim():
+                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"loss_fn(model, batch) must return a scalar tensor, not {what}")
+            gradients = [None]
+            if loss.requires_grad:
+                gradients = torch.autograd.grad(loss, leaves, create_graph=differentiable, allow_unused=True)
+            if all(gradient is None for gradient in gradients):
+                raise ValueError(
+                    "loss_fn(model, batch) must return a loss that depends on the parameters of the model "
+                    f"({type(self.model).__name__}) that it is given, but this one depends on none"
+                )
+            return loss.detach(), _dense(gradients, leaves)
+
+        return self._at(weights, loss_and_gradients, twice=differentiable)
+
+    def second_gradient(
+        self, weights: dict[str, Tensor], gradients: Sequence[Tensor], direction: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The gradient of <gradients, direction>: the Hessian times the direction.
+
+        Args:
+            weights: as given to :meth:`gradient`.
+            gradients: what it returned, differentiable.
+            direction: one constant tensor for each of them.
+        """
+        leaves = list(weights.values())
+        curved = [(g, d) for g, d in zip(gradients, direction, strict=True) if g.requires_grad]
+        if not curved:  # the loss is linear in every weight
+            return _dense([None] * len(leaves), leaves)
+        outputs, grad_outputs = zip(*curved, strict=True)
+        grad = functools.partial(torch.autograd.grad, outputs, leaves, grad_outputs, allow_unused=True)
+        return _dense(self._at(weights, grad, twice=True), leaves)
+
+    def _at(self, weights: dict[str, Tensor], compute: Callable[[], T], *, twice: bool) -> T:
+        """What ``compute`` returns with ``weights`` in their place; it can be differentiated, ``twice`` where need be.
+
+        Backward passes belong in here too: a model that checkpoints its activations runs parts of its forward pass
+        again in them.
+        """
         parameters = {f"model.{name}": weight for name, weight in weights.items()}
         buffers = {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
-        with _evaluation_with_batch_statistics(self.model):
-            return functional_call(self, (parameters, buffers), (batch, list(weights.values()), differentiable))
+        torch.clear_autocast_cache()  # of the caller's autocast: the weights may have changed in place
+        modes, kernels = _evaluation_with_batch_statistics(self.model), _differentiable_kernels(self.model, twice)
+        with modes, kernels, torch.enable_grad():
+            return functional_call(self, (parameters, buffers), (compute,))
 
-    def forward(self, batch: Any, weights: list[Tensor], differentiable: bool) -> tuple[Tensor, list[Tensor]]:
-        """Called with ``weights`` in their place. The backward pass is made here too, since a model that checkpoints
-        its activations runs parts of its forward pass again in it."""
-        kernel = sdpa_kernel(SDPBackend.MATH) if differentiable else contextlib.nullcontext()
-        with torch.enable_grad(), kernel:
-            loss = self._loss_fn[0](self.model, batch)
-            if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-                raise ValueError(
-                    "loss_fn(model, batch) must return a scalar tensor that depends on the model's weights, "
-                    f"not {_described(loss)}"
-                )
-            gradients = torch.autograd.grad(loss, weights, create_graph=differentiable, materialize_grads=True)
-        return loss.detach(), list(gradients)
+    def forward(self, compute: Callable[[], T]) -> T:
+        """Called by :meth:`_at`, with the weights in their place."""
+        return compute()
 
 
 @contextlib.contextmanager
@@ -85,7 +122,18 @@ def _evaluation_with_batch_statistics(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _described(loss: Any) -> str:
-    if not isinstance(loss, Tensor):
-        return f"a {type(loss).__name__}"
-    return f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "one without a gradient"
+@contextlib.contextmanager
+def _differentiable_kernels(model: nn.Module, twice: bool) -> Iterator[None]:
+    """No kernel without derivative (cuDNN's recurrent ones in evaluation), nor second derivative (fused attention)."""
+    with contextlib.ExitStack() as stack:
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        if twice:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
+
+
+def _dense(gradients: Sequence[Tensor | None], weights: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros for a gradient that is missing; a sparse one (of ``nn.Embedding``) with all its zeros."""
+    pairs = zip(gradients, weights, strict=True)
+    return [torch.zeros_like(weight) if gradient is None else gradient.to_dense() for gradient, weight in pairs]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from coldstart.gradients import LossFunction, TrainingLoss, trainable_parameters
-from coldstart.scales import Iteration, fold_
+from coldstart.scales import Iteration, fold_, is_bias
 
 __all__ = ["GradInitResult", "Settings", "default_gamma", "gradinit"]
 
@@ -84,6 +84,7 @@ def default_gamma(optimizer: str, eta: float) -> float:
     return (FIRST_ORDER_DECREASE / eta) ** (1 / NORM_ORDER[optimizer])
 
 
+@torch.inference_mode(False)
 def gradinit(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -160,7 +161,7 @@ class _Solver:
         precision = torch.promote_types(first.dtype, torch.float32)
         self.scales = nn.Parameter(torch.ones(len(self.parameters), dtype=precision, device=first.device))
         self.lower_bounds = torch.tensor(
-            [0.0 if _is_bias(name) else settings.min_scale for name in self.parameters],
+            [0.0 if is_bias(name) else settings.min_scale for name in self.parameters],
             dtype=precision,
             device=first.device,
         )
@@ -179,7 +180,8 @@ class _Solver:
         loss, gradients = self.loss.gradient(weights, batch, differentiable=self.expects_constraint)
         loss, whole = self._mean_loss(loss), self._mean_gradients(gradients)
         norm = self._norm(whole)
-        self._refuse_non_finite(iteration, loss, norm, whole)
+        self._refuse_non_finite(iteration, "the loss", loss, whole)
+        self._refuse_non_finite(iteration, "the gradient norm", norm, whole)
         constrained = norm > self.settings.gamma
         if constrained:
             if not self.expects_constraint:
@@ -194,6 +196,7 @@ class _Solver:
             del whole
             updated_loss, gradients = self.loss.gradient(weights, second_batch)
             updated_loss = self._mean_loss(updated_loss)
+            self._refuse_non_finite(iteration, "the loss after the first step", updated_loss, gradients)
             slopes = self._slopes(gradients) / self.settings.eta
         self.expects_constraint = constrained
         self._refuse_non_finite_slopes(iteration, slopes)
@@ -232,11 +235,7 @@ class _Solver:
             direction = torch._foreach_sign(list(whole))
         else:
             direction = torch._foreach_div(list(whole), self._norm(whole))
-        curved = [(g, d) for g, d in zip(gradients, direction, strict=True) if g.requires_grad]
-        if not curved:  # the loss is linear in every weight
-            return [torch.zeros_like(weight) for weight in weights.values()]
-        outputs, grad_outputs = zip(*curved, strict=True)
-        return torch.autograd.grad(outputs, list(weights.values()), grad_outputs, materialize_grads=True)
+        return self.loss.second_gradient(weights, gradients, direction)
 
     @torch.no_grad()
     def _slopes(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -272,14 +271,13 @@ class _Solver:
         parts = flat.split([gradient.numel() for gradient in gradients])
         return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
 
-    def _refuse_non_finite(self, iteration: int, loss: float, norm: float, gradients: Sequence[Tensor]) -> None:
-        if math.isfinite(loss) and math.isfinite(norm):
+    def _refuse_non_finite(self, iteration: int, what: str, value: float, gradients: Sequence[Tensor]) -> None:
+        if math.isfinite(value):
             return
         pairs = zip(self.parameters, gradients, strict=True)
         culprit = next((name for name, gradient in pairs if not gradient.isfinite().all()), None)
         where = f", and so is the gradient of {culprit}, the first such" if culprit else ""
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        raise FloatingPointError(f"GradInit stopped in iteration {iteration}: {what}{where}")
+        raise FloatingPointError(f"GradInit stopped in iteration {iteration}: {what} is {value}{where}")
 
     def _refuse_non_finite_slopes(self, iteration: int, slopes: Tensor) -> None:
         finite = slopes.isfinite()
@@ -288,10 +286,6 @@ class _Solver:
             raise FloatingPointError(
                 f"GradInit stopped in iteration {iteration}: the gradient of the scale of {name} is not finite"
             )
-
-
-def _is_bias(name: str) -> bool:
-    return "bias" in name.rpartition(".")[2]
 
 
 def _exactly(iterations: int, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from coldstart.gradients import LossFunction, TrainingLoss, trainable_parameters
 
@@ -19,6 +19,7 @@ def weight_norms(model: nn.Module) -> dict[str, float]:
     return {name: parameter.norm().item() for name, parameter in trainable_parameters(model).items()}
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def gradient_variance(model: nn.Module, loss_fn: LossFunction, batches: Iterable[Any]) -> dict[str, float]:
     """Variance of the gradient between batches, by parameter name (figure 10 of the GradInit paper).
@@ -29,7 +30,8 @@ def gradient_variance(model: nn.Module, loss_fn: LossFunction, batches: Iterable
         batches: at least two batches.
 
     Returns:
-        For each trainable parameter the unbiased variance of an entry of its gradient, mean over the entries.
+        For each trainable parameter the unbiased variance of an entry of its gradient, mean over the entries; 0 for
+        one without entries.
 
     Raises:
         ValueError: fewer than two batches.
@@ -39,17 +41,14 @@ def gradient_variance(model: nn.Module, loss_fn: LossFunction, batches: Iterable
         name: parameter.detach().clone().requires_grad_() for name, parameter in trainable_parameters(model).items()
     }
     count = 0
-    means: list[Tensor] = []
-    squares: list[Tensor] = []  # summed squared distances from the running means (Welford)
+    means = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights.values()]
+    squares = [torch.zeros_like(mean) for mean in means]  # summed squared distances from the running means (Welford)
     for count, batch in enumerate(batches, start=1):
-        gradients = [g.double() for g in loss.gradient(weights, batch)[1]]
-        if not means:
-            means, squares = gradients, [torch.zeros_like(gradient) for gradient in gradients]
-            continue
-        for mean, square, gradient in zip(means, squares, gradients, strict=True):
+        for mean, square, gradient in zip(means, squares, loss.gradient(weights, batch)[1], strict=True):
             distance = gradient - mean
             mean += distance / count
             square += distance * (gradient - mean)
     if count < 2:
         raise ValueError(f"a variance between batches needs at least 2 batches, not {count}")
-    return {name: (square.mean() / (count - 1)).item() for name, square in zip(weights, squares, strict=True)}
+    pairs = zip(weights, squares, strict=True)
+    return {name: square.sum().item() / (max(square.numel(), 1) * (count - 1)) for name, square in pairs}

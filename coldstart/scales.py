@@ -141,7 +141,7 @@ class Scales:
             scales = cls._parsed(json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant))
             if model is not None:
                 _refuse_misfits(scales.check(model))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"the scales in {os.fspath(path)} cannot be used: {reason}") from None
         return scales
@@ -168,6 +168,11 @@ class Scales:
 def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shape of each trainable parameter, by name."""
     return {name: tuple(parameter.shape) for name, parameter in trainable_parameters(model).items()}
+
+
+def is_bias(name: str) -> bool:
+    """Whether a parameter is a bias: the last part of its name has "bias"."""
+    return "bias" in name.rpartition(".")[2]
 
 
 @torch.no_grad()
@@ -210,10 +215,12 @@ def _iteration(record: dict[str, Any]) -> Iteration:
     constrained = record["constrained"]
     if not isinstance(constrained, bool):
         raise ValueError(f"'constrained' must be true or false, not {constrained!r}")
-    values = {name: record[name] for name in ("gradient_norm", "loss", "updated_loss")}
+    updated_loss = record["updated_loss"]
     return Iteration(
         constrained,
-        **{name: None if value is None else _number(f"'{name}'", value) for name, value in values.items()},
+        gradient_norm=_number("'gradient_norm'", record["gradient_norm"]),
+        loss=_number("'loss'", record["loss"]),
+        updated_loss=None if updated_loss is None else _number("'updated_loss'", updated_loss),
     )
 
 
