@@ -98,12 +98,24 @@ class TrainingLoss(nn.Module):
         Backward passes belong in here too: a model that checkpoints its activations runs parts of its forward pass
         again in them.
         """
-        parameters = {f"model.{name}": weight for name, weight in weights.items()}
-        buffers = {f"model.{name}": buffer.clone() for name, buffer in self.model.named_buffers()}
+        given = {id(parameter): weights[name] for name, parameter in self.model.named_parameters() if name in weights}
+        given |= {id(buffer): buffer.clone() for buffer in self.model.buffers()}
         torch.clear_autocast_cache()  # of the caller's autocast: the weights may have changed in place
         modes, kernels = _evaluation_with_batch_statistics(self.model), _differentiable_kernels(self.model, twice)
         with modes, kernels, torch.enable_grad():
-            return functional_call(self, (parameters, buffers), (compute,))
+            return functional_call(self, self._placed(given), (compute,), tie_weights=False)
+
+    def _placed(self, given: dict[int, Tensor]) -> dict[str, Tensor]:
+        """What to use for each parameter and buffer, by the name of its place; a module that occurs twice counts once.
+
+        ``functional_call`` would find tied weights by itself, but leaves the given ones in a module with two names.
+        """
+        return {
+            f"{prefix}.{name}": given[id(tensor)]
+            for prefix, module in self.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if id(tensor) in given
+        }
 
     def forward(self, compute: Callable[[], T]) -> T:
         """Called by :meth:`_at`, with the weights in their place."""

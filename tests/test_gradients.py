@@ -269,3 +269,30 @@ def test_bad_losses_are_one_sentence(loss_fn, sentence):
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=sentence):
         TrainingLoss(model, loss_fn).gradient(scaled(model), torch.randn(4, 3))
+
+
+class SharedEmbedding(nn.Module):
+    """One embedding module under two names, and an output projection tied to it, as fairseq shares all embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.source = self.target = nn.Embedding(5, 3)
+        self.output = nn.Linear(3, 5, bias=False)
+        self.output.weight = self.source.weight
+
+    def forward(self, tokens):
+        return self.output(self.source(tokens) + self.target(tokens))
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_a_module_with_two_names_is_substituted_everywhere_and_put_back(differentiable):
+    model, reference = SharedEmbedding().double(), SharedEmbedding().double()
+    weight, tokens = model.source.weight, torch.arange(4)
+    reference.source.weight.data = 2 * weight.data
+    loss, (gradient,) = TrainingLoss(model, mean_square).gradient(
+        scaled(model, 2.0), tokens, differentiable=differentiable
+    )
+    expected = mean_square(reference, tokens)
+    assert loss == expected
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, reference.source.weight)[0])
+    assert model.source.weight is model.target.weight is model.output.weight is weight

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -270,7 +271,7 @@ class GradInitRun:
                 total = torch.as_tensor(sample_size, dtype=torch.float64, device=loss.device).clone()
                 dist.all_reduce(total, group=group)
                 sample_size = (total / dist.get_world_size(group)).item()
-            return loss / sample_size
+            return loss.squeeze() / sample_size  # adaptive_loss has one element in a vector
 
         return loss_fn
 
@@ -289,6 +290,8 @@ class GradInitRun:
         max_positions = utils.resolve_max_positions(self.max_positions, max_tokens)
         if max_positions is not None:
             indices = self.task.filter_indices_by_size(indices, self.dataset, max_positions, True)
+        if len(indices) == 0:
+            raise ValueError(f"no training sentence is within {max_positions} tokens: enlarge --gradinit-max-tokens")
         batches = self.dataset.batch_by_size(
             indices,
             max_tokens=max_tokens and max_tokens * parts,
@@ -302,12 +305,14 @@ class GradInitRun:
         if path is None:
             return None
         found = [None]
-        if self.rank == 0 and os.path.exists(path):
+        if self.rank == 0 and os.path.isfile(path):
             try:
                 found[0] = Scales.load(path, self.model)
             except ValueError as error:
                 os.replace(path, f"{path}.unfit")
                 logger.warning(f"GradInit: {error}. It is kept as {path}.unfit, and new scales are learned")
+        if self.rank == 0 and found[0] is None:
+            refuse_unwritable(path)
         if self.group is not None:
             dist.broadcast_object_list(found, dist.get_global_rank(self.group, 0), group=self.group)
         scales = found[0]
@@ -381,11 +386,11 @@ def split_batches(
         joined, split_any = [], False
         for index in generator.permutation(len(batches)):
             joined.extend(batches[index])
-            size = split_size(len(joined), overlap)
-            if size is None or size < parts:
+            size, shared = split_sizes(len(joined), overlap)
+            if size < parts:
                 continue
             sentences = generator.permutation(joined)
-            yield sentences[:size], sentences[-size:]
+            yield sentences[:size], sentences[size - shared : 2 * size - shared]
             joined, split_any = [], True
         if not split_any:
             raise ValueError(
@@ -394,16 +399,29 @@ def split_batches(
             )
 
 
-def split_size(sentences: int, overlap: float) -> int | None:
-    """Size of S and of S~, the first and the last sentences of a batch, of which they share ``overlap``.
+def split_sizes(sentences: int, overlap: float) -> tuple[int, int]:
+    """How many sentences S and S~ have each, and how many of them they share: the largest that a batch gives.
 
-    None where they would be empty, or where an overlap between 0 and 1 would share none or all.
+    (0, 0) where they would be empty, or where an overlap between 0 and 1 would share none or all.
     """
-    size = next(size for size in range(sentences, -1, -1) if 2 * size - round(overlap * size) <= sentences)
-    shared = 2 * size - sentences
-    if size == 0 or (0 < overlap < 1 and not 0 < shared < size):
-        return None
-    return size
+    for size in range(sentences, 0, -1):
+        shared = round(overlap * size)
+        if 2 * size - shared <= sentences and (overlap in (0, 1) or 0 < shared < size):
+            return size, shared
+    return 0, 0
+
+
+def refuse_unwritable(path: str) -> None:
+    """ValueError, before the work is done, where --gradinit-scales could not be written after it."""
+    folder, name = os.path.split(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, prefix=name):
+            reason = "it is a directory" if os.path.isdir(path) or not path else None
+    except OSError as error:
+        reason = str(error)
+    if reason is not None:
+        raise ValueError(f"--gradinit-scales '{path}' cannot be written: {reason}")
 
 
 @contextlib.contextmanager
@@ -439,7 +457,8 @@ def memory_advice() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not any(text in str(error) for text in ("out of memory", "can't allocate memory", "not enough memory")):
+        texts = ("out of memory", "can't allocate memory", "not enough memory")
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
             raise
         raise MemoryError(
             "GradInit ran out of memory (a second derivative takes about three times what training takes): "
