@@ -1,6 +1,6 @@
 """Prepare data, train, generate, score, show: a whole recipe in one command, which goes on where it stopped.
 
-    python scripts/quickstart.py [g2p | multi30k] [--compare]
+    python scripts/quickstart.py [g2p | g2p_full | multi30k] [--compare]
 
 Every command that it runs is printed, to be copied.
 """

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From a bare machine to a Transformer trained without LayerNorm and without warmup, in one command:
 #   bash scripts/quickstart.sh                      spelling to pronunciation (CMUdict), minutes on two cores
+#   bash scripts/quickstart.sh g2p_full             the same, wider and longer: an hour
 #   bash scripts/quickstart.sh multi30k             German to English (Multi30k), 40 minutes on one core
 #   SOURCE=DIR bash scripts/quickstart.sh multi30k  the same with data from DIR instead of the network
 # With --compare it also trains the same model with LayerNorm. Interrupted, the same command goes on.

@@ -42,6 +42,7 @@ def test_ordinary_install_ships_the_plugin_in_a_folder_of_its_own(tmp_path):
     assert plugin.is_relative_to(site)
     assert (plugin / "compat.py").exists()
     assert (plugin / "models" / "transformer_tfixup.py").exists()
+    assert (plugin / "tasks" / "gradinit.py").exists()
     assert (plugin / "optim" / "inverse_sqrt_nowarmup.py").exists()
     assert [path.name for path in plugin.parent.iterdir() if path.name != "__pycache__"] == ["user_dir"]
 

@@ -9,7 +9,7 @@ import quickstart
 from console import shown
 from prepare_cmudict import known_words, preprocess_command
 from provenance import markdown_table
-from recipes import G2P, MULTI30K, POST_LN, RECIPES, T_FIXUP, VARIANTS, Recipe
+from recipes import G2P, G2P_FULL, MULTI30K, POST_LN, RECIPES, T_FIXUP, VARIANTS, Recipe
 from training_log import parse_log
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +22,10 @@ def test_the_readme_shows_the_commands_that_the_quickstart_runs(recipe: Recipe):
     run = Path("runs") / recipe.name
     for command in (recipe.train(run), recipe.generate(run), recipe.interactive(run)):
         assert shown(command) in readme
+
+
+def test_the_readme_shows_the_full_run():
+    assert shown(G2P_FULL.train(Path("runs/g2p_full"))) in (ROOT / READMES["g2p"]).read_text()
 
 
 def test_the_readme_shows_the_preprocessing():

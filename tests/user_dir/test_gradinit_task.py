@@ -9,6 +9,7 @@ import pytest
 import torch
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models.transformer import TransformerModel
 from fairseq.trainer import Trainer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -242,6 +243,21 @@ def test_notes_that_weights_were_loaded(gradinit_task):
     assert pending.was_loaded()
     model.load_state_dict(model.state_dict())
     assert not gradinit_task.PendingGradInit(model).was_loaded()
+
+
+def test_a_model_with_pretrained_parts_is_not_scaled(start, monkeypatch, caplog):
+    build = TransformerModel.build_encoder
+
+    def pretrained(cls, *args):
+        encoder = build(*args)
+        encoder.layers[0].load_state_dict(encoder.layers[0].state_dict())
+        return encoder
+
+    initial = weights(plain(start))
+    monkeypatch.setattr(TransformerModel, "build_encoder", classmethod(pretrained))
+    with caplog.at_level("INFO"):
+        assert_scaled(weights(start()), initial, dict.fromkeys(initial, 1.0), rtol=0, atol=0)
+    assert "GradInit is skipped: the weights come from a checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize("arch", ["transformer", "transformer_tfixup", "lstm"])

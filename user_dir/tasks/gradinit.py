@@ -119,8 +119,9 @@ class GradInitTask:
         if compat.built_to_be_loaded():
             return super().build_model(cfg, *args, **kwargs)
         self.settings = settings_of(self.gradinit_cfg)
-        model = super().build_model(cfg, *args, **kwargs)
-        self.pending = PendingGradInit(model)
+        with watched_loads() as loaded:
+            model = super().build_model(cfg, *args, **kwargs)
+        self.pending = PendingGradInit(model, bool(loaded))
         return model
 
     def build_criterion(self, cfg: FairseqDataclass, *args, **kwargs) -> torch.nn.Module:
@@ -190,12 +191,12 @@ def settings_of(cfg: FairseqDataclass) -> Settings:
 
 
 class PendingGradInit:
-    """A model that waits for GradInit, and whether a checkpoint has been loaded into it since."""
+    """A model that waits for GradInit, and whether a checkpoint has been loaded into it, or into a part of it."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, loaded: bool = False) -> None:
         self.model = model
         self.criterion: torch.nn.Module | None = None
-        self._loaded = False
+        self._loaded = loaded
         self._hook = model.register_load_state_dict_post_hook(self._note)
 
     def _note(self, *_: Any) -> None:
@@ -205,6 +206,22 @@ class PendingGradInit:
         """Whether a checkpoint was loaded; asked once."""
         self._hook.remove()
         return self._loaded
+
+
+@contextlib.contextmanager
+def watched_loads() -> Iterator[list[torch.nn.Module]]:
+    """Yield the list of the modules into which a state is loaded meanwhile: the pretrained parts of some models."""
+    load, loaded = torch.nn.Module.load_state_dict, []
+
+    def noted(module: torch.nn.Module, *args, **kwargs) -> Any:
+        loaded.append(module)
+        return load(module, *args, **kwargs)
+
+    torch.nn.Module.load_state_dict = noted
+    try:
+        yield loaded
+    finally:
+        torch.nn.Module.load_state_dict = load
 
 
 class GradInitRun:
