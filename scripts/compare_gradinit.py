@@ -4,6 +4,7 @@
     python scripts/compare_gradinit.py sweep        gamma, overlap and the number of iterations, one at a time
     python scripts/compare_gradinit.py stability    learning rate and beta2 (figure 3 of the paper)
     python scripts/compare_gradinit.py tfixup       GradInit on top of T-Fixup
+    python scripts/compare_gradinit.py norms        gradient norms before training, by size: what gamma is set against
 
 Each writes a Markdown table; `sweep` and `stability` a picture too. Finished trainings are kept: interrupted, the
 same command goes on, and commands with different `--seeds` may run side by side.
@@ -11,12 +12,14 @@ same command goes on, and commands with different `--seeds` may run side by side
 
 import argparse
 import json
+import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmark_speed import build
 from compare_inits import last_loss, mean_and_spread, parse_depth, short_run
 from console import one_sentence_errors, shown
 from plot_curves import COLOURS, drawing
@@ -102,7 +105,8 @@ class Measured:
     def loss(self) -> str:
         """Mean and spread of the last losses; how many overflowed, if any."""
         overflowed = self.seeds - len(self.losses)
-        return mean_and_spread(self.losses) + (f" ({overflowed} of {self.seeds} diverged)" if overflowed else "")
+        note = f" ({overflowed} of {self.seeds} diverged)" if self.losses and overflowed else ""
+        return mean_and_spread(self.losses) + note
 
     @property
     def share(self) -> str:
@@ -231,11 +235,40 @@ def tfixup(lab: Laboratory, args: argparse.Namespace) -> str:
     return markdown_table(["training", "learning rate", "T-Fixup", "T-Fixup and GradInit", "constrained"], rows)
 
 
+def norms(lab: Laboratory, args: argparse.Namespace) -> str:
+    """The norms of the gradient at initialisation, which gamma bounds."""
+    rows = []
+    for data in args.data:
+        for width in args.widths:
+            for depth in args.depths:
+                subject = Subject(data, "adam", depth, width)
+                values = [initial_norms(subject.recipe(seed)) for seed in lab.seeds]
+                size, l1, l2 = (statistics.mean(column) for column in zip(*values, strict=True))
+                label = subject.label.replace(", adam", "")
+                rows.append([label, f"{size / 1e6:.2f}", f"{l1:.0f}", f"{l2:.1f}", f"{l1 / size**0.5:.1f}"])
+                print(" | ".join(rows[-1]), flush=True)
+    header = ["model", "million parameters", "l1 norm", "l2 norm", "l1 norm / sqrt(parameters)"]
+    return markdown_table(header, rows)
+
+
+def initial_norms(recipe: Recipe) -> tuple[int, float, float]:
+    """Number of parameters, and the l1 and l2 norm of the gradient of one batch, before training."""
+    trainer, (batch,) = build(recipe, POST_LN, 1)
+    loss, sample_size, _ = trainer.get_criterion()(trainer.get_model(), batch)
+    parameters = list(trainer.get_model().parameters())
+    (loss / sample_size).backward()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    l1 = sum(gradient.abs().sum().item() for gradient in gradients)
+    l2 = sum(gradient.square().sum().item() for gradient in gradients) ** 0.5
+    return sum(parameter.numel() for parameter in parameters), l1, l2
+
+
 STUDIES: dict[str, Callable[[Laboratory, argparse.Namespace], str]] = {
     "effect": effect,
     "sweep": sweep,
     "stability": stability,
     "tfixup": tfixup,
+    "norms": norms,
 }
 
 
@@ -253,6 +286,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--depths", nargs="+", type=parse_depth, default=[(6, 6), (12, 12)], metavar="ENC+DEC")
     parser.add_argument("--width", type=int, default=Subject.width)
+    parser.add_argument("--widths", nargs="+", type=int, default=[32, 64, 128, 256, 512], help="of norms")
     parser.add_argument("--updates", type=int, default=Subject.updates)
     parser.add_argument("--lr", help=f"default: {LEARNING_RATES}")
     parser.add_argument("--iterations", type=int, default=300, help="of GradInit")
@@ -270,6 +304,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     exit_on_sigterm()
+    logging.disable(logging.WARNING)
     with one_sentence_errors():
         prepare_all(args.data, args.source)
         text = STUDIES[args.study](Laboratory(args.out, args.seeds), args)
