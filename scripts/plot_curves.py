@@ -3,7 +3,7 @@
     python scripts/plot_curves.py runs/g2p/log.jsonl runs/g2p-post_ln/log.jsonl --out curves.png
 
 Logs come from `fairseq-train --log-format json --log-file LOG`. Lines are the training loss (the mean since the
-point before), dots on lines the validation loss; both in bits per target token.
+point before), dots on lines the validation loss; both in bits per target token. The legend has the last loss.
 """
 
 import argparse
@@ -60,13 +60,10 @@ def plot(logs: dict[str, TrainingLog], out: Path, title: str = "", log_scale: bo
             if log.valid:
                 axes.plot(updates, losses, color=colour, alpha=0.45, linewidth=1, label=f"{label}, training")
                 updates, losses = log.losses("valid")
-                axes.plot(updates, losses, "o-", color=colour, markersize=4, label=f"{label}, validation")
+                shown = f"{label}, validation: {losses[-1]:.2f}"
+                axes.plot(updates, losses, "o-", color=colour, markersize=4, label=shown)
             else:
-                axes.plot(updates, losses, color=colour, linewidth=1.4, label=label)
-            end = (updates[-1], losses[-1])
-            axes.annotate(
-                f"{losses[-1]:.2f}", end, xytext=(6, 0), textcoords="offset points", va="center", color=colour
-            )
+                axes.plot(updates, losses, color=colour, linewidth=1.4, label=f"{label}: {losses[-1]:.2f}")
         if log_scale:
             axes.set_yscale("log")
         else:
