@@ -93,6 +93,12 @@ def with_gradinit(base: Variant, **settings: float) -> Variant:
     )
 
 
+def gradinit_settings(args: argparse.Namespace) -> dict[str, float]:
+    """GradInit's settings that the command line gives; the plugin's defaults hold for the others."""
+    given = {"iterations": args.iterations, "gamma": args.gamma, "lr": args.scale_lr}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 @dataclass(frozen=True)
 class Measured:
     """What came out of one subject and one start, over seeds: the last losses, and what GradInit did."""
@@ -146,7 +152,7 @@ def effect(lab: Laboratory, args: argparse.Namespace) -> str:
             for depth in args.depths:
                 lr = args.lr or LEARNING_RATES[optimizer]
                 subject = Subject(data, optimizer, depth, args.width, lr, updates=args.updates)
-                starts = (POST_LN, with_gradinit(POST_LN, iterations=args.iterations), POST_LN_WARMUP)
+                starts = (POST_LN, with_gradinit(POST_LN, **gradinit_settings(args)), POST_LN_WARMUP)
                 cold, learned, warm = (lab.measure(subject, start) for start in starts)
                 rows.append([subject.label, subject.lr, cold.loss, learned.loss, learned.share, warm.loss])
                 print(" | ".join(rows[-1]), flush=True)
@@ -164,7 +170,7 @@ def sweep(lab: Laboratory, args: argparse.Namespace) -> str:
     values = {"gamma": args.gammas, "overlap": args.overlaps, "iterations": args.iteration_counts, "lr": args.scale_lrs}
     for setting, choices in values.items():
         for value in choices:
-            settings = {"iterations": args.iterations, setting: value}
+            settings = gradinit_settings(args) | {setting: value}
             measured = lab.measure(subject, with_gradinit(POST_LN, **settings))
             points.setdefault(setting, []).append((value, measured))
             rows.append([setting, f"{value:g}", measured.loss, measured.share])
@@ -193,7 +199,7 @@ def draw_sweep(points: dict[str, list[tuple[float, Measured]]], without: Measure
 def stability(lab: Laboratory, args: argparse.Namespace) -> str:
     """Loss by learning rate and beta2, without and with GradInit and with warmup."""
     base = Subject(args.data[0], "adam", args.depths[0], args.width, updates=args.updates)
-    starts = (POST_LN, with_gradinit(POST_LN, iterations=args.iterations), POST_LN_WARMUP)
+    starts = (POST_LN, with_gradinit(POST_LN, **gradinit_settings(args)), POST_LN_WARMUP)
     rows, curves = [], {}
     for start in starts:
         for beta2 in args.betas2:
@@ -229,7 +235,7 @@ def tfixup(lab: Laboratory, args: argparse.Namespace) -> str:
         for depth in args.depths:
             subject = Subject(data, "adam", depth, args.width, args.lr or LEARNING_RATES["adam"], updates=args.updates)
             alone = lab.measure(subject, T_FIXUP)
-            both = lab.measure(subject, with_gradinit(T_FIXUP, iterations=args.iterations))
+            both = lab.measure(subject, with_gradinit(T_FIXUP, **gradinit_settings(args)))
             rows.append([subject.label, subject.lr, alone.loss, both.loss, both.share])
             print(" | ".join(rows[-1]), flush=True)
     return markdown_table(["training", "learning rate", "T-Fixup", "T-Fixup and GradInit", "constrained"], rows)
@@ -290,6 +296,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=Subject.updates)
     parser.add_argument("--lr", help=f"default: {LEARNING_RATES}")
     parser.add_argument("--iterations", type=int, default=300, help="of GradInit")
+    parser.add_argument("--gamma", type=float, help="of GradInit; default: the plugin's")
+    parser.add_argument("--scale-lr", type=float, help="learning rate of the scales; default: the plugin's")
     parser.add_argument("--gammas", nargs="*", type=float, default=[30, 100, 300, 1000, 3000], help="of sweep")
     parser.add_argument("--overlaps", nargs="*", type=float, default=[0, 0.5, 1], help="of sweep")
     parser.add_argument("--iteration-counts", nargs="*", type=int, default=[30, 100, 300], help="of sweep")
