@@ -14,7 +14,7 @@ PLUGIN = "coldstart.fairseq_plugin.user_dir"
 setup(
     name="coldstart",
     version="0.1.0",
-    description="Train deep Transformers without warmup: T-Fixup and GradInit for PyTorch and for fairseq on today's Python",
+    description="Train deep Transformers without warmup: T-Fixup and GradInit, for PyTorch and today's fairseq",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
