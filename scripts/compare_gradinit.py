@@ -190,6 +190,9 @@ def draw_sweep(points: dict[str, list[tuple[float, Measured]]], without: Measure
                 axes.axhline(statistics.mean(without.losses), color=COLOURS[1], linestyle="--", label="without")
             if setting != "overlap":
                 axes.set_xscale("log")
+            values = [value for value, _ in measured]
+            axes.set_xticks(values, [f"{value:g}" for value in values])
+            axes.set_xticks([], minor=True)
             axes.set_xlabel({"lr": "learning rate of the scales"}.get(setting, setting))
         axes_of_all[0].set_ylabel("loss (bits per token)")
         axes_of_all[0].legend(frameon=False)

@@ -34,7 +34,7 @@ def drawing(out: Path, size: tuple[float, float], columns: int = 1) -> Iterator[
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
+    figure, panels = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False, sharey=True)
     for axes in panels[0]:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
