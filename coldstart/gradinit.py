@@ -188,7 +188,7 @@ class _Solver:
                 del gradients, whole
                 gradients = self.loss.gradient(weights, batch, differentiable=True)[1]
                 whole = self._mean_gradients(gradients)
-            slopes = self._slopes(self._norm_gradient(weights, gradients, whole))
+            slopes = self._slopes(self._norm_gradient(weights, gradients, whole, norm))
             updated_loss = None
         else:
             del gradients
@@ -228,13 +228,13 @@ class _Solver:
         torch._foreach_add_(list(weights.values()), step, alpha=-self.settings.eta)
 
     def _norm_gradient(
-        self, weights: dict[str, Tensor], gradients: Sequence[Tensor], whole: Sequence[Tensor]
+        self, weights: dict[str, Tensor], gradients: Sequence[Tensor], whole: Sequence[Tensor], norm: float
     ) -> Sequence[Tensor]:
         """The gradient of ||g|| with respect to the weights: the Hessian times sign(g) (l1) or g / ||g|| (l2)."""
         if self.settings.optimizer == "adam":
             direction = torch._foreach_sign(list(whole))
         else:
-            direction = torch._foreach_div(list(whole), self._norm(whole))
+            direction = torch._foreach_div(list(whole), norm)
         return self.loss.second_gradient(weights, gradients, direction)
 
     @torch.no_grad()

@@ -62,34 +62,6 @@ def test_translates_interactively(trained, plugin_options, run):
     assert [int(number) for number in re.findall(r"^H-(\d)\t", output, re.MULTILINE)] == [0, 1]
 
 
-HYDRA = """
-# @package _group_
-common: {{user_dir: {plugin}, cpu: true, log_format: json, log_interval: 1}}
-task: {{_name: translation, data: {data}, source_lang: src, target_lang: tgt}}
-dataset: {{max_tokens: 500, num_workers: 0}}
-criterion: {{_name: label_smoothed_cross_entropy, label_smoothing: 0.1}}
-optimizer: {{_name: adam}}
-lr_scheduler: {{_name: inverse_sqrt_nowarmup, decay_period: 4000}}
-optimization: {{max_update: 4, lr: [0.001]}}
-checkpoint: {{save_dir: {save_dir}, no_epoch_checkpoints: true}}
-model:
-  _name: transformer_tfixup
-  encoder_embed_dim: 32
-  encoder_layers: 2
-  decoder_layers: 2
-  encoder_attention_heads: 2
-  decoder_attention_heads: 2
-"""
-
-
-@pytest.fixture
-def hydra(tmp_path, plugin, reversal_data):
-    """Options of fairseq-hydra-train for a configuration of ours; checkpoints go to ``checkpoints``."""
-    text = HYDRA.format(plugin=plugin, data=reversal_data, save_dir=tmp_path / "checkpoints")
-    (tmp_path / "ours.yaml").write_text(text)
-    return "--config-dir", tmp_path, "--config-name", "ours"
-
-
 def test_hydra_trains_and_its_checkpoint_generates(hydra, tmp_path, plugin_options, run, log_of):
     output = run("fairseq-hydra-train", *hydra, cwd=tmp_path)
     assert [line["num_updates"] for line in log_of(output, "train_inner")] == [1, 2, 3, 4]

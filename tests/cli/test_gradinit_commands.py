@@ -128,31 +128,12 @@ def test_two_processes_learn_the_scales_of_one(options, tmp_path, torchrun, run)
         torch.testing.assert_close(shared[1][name], weight, rtol=1e-9, atol=1e-12)
 
 
-HYDRA = """
-# @package _group_
-common: {{user_dir: {plugin}, cpu: true, log_format: json, log_interval: 1{tensorboard}}}
-task: {{_name: gradinit_translation, data: {data}, source_lang: src, target_lang: tgt, gradinit_iterations: 3}}
-dataset: {{max_tokens: 500, num_workers: 0}}
-criterion: {{_name: label_smoothed_cross_entropy, label_smoothing: 0.1}}
-optimizer: {{_name: adam}}
-lr_scheduler: {{_name: fixed}}
-optimization: {{max_update: 2, lr: [0.002]}}
-checkpoint: {{save_dir: {save_dir}, no_epoch_checkpoints: true}}
-model:
-  _name: transformer_tfixup
-  encoder_embed_dim: 32
-  encoder_layers: 2
-  decoder_layers: 2
-  encoder_attention_heads: 2
-  decoder_attention_heads: 2
-"""
-
-
-def test_hydra_configures_it(tmp_path, plugin, reversal_data, run, log_of):
-    tensorboard = f", tensorboard_logdir: {tmp_path / 'board'}" if TENSORBOARD else ""
-    text = HYDRA.format(plugin=plugin, data=reversal_data, save_dir=tmp_path / "checkpoints", tensorboard=tensorboard)
-    (tmp_path / "ours.yaml").write_text(text)
-    output = run("fairseq-hydra-train", "--config-dir", tmp_path, "--config-name", "ours", cwd=tmp_path)
+def test_hydra_configures_it(hydra, tmp_path, run, log_of):
+    keys = ["task._name=gradinit_translation", "+task.gradinit_iterations=3", "lr_scheduler._name=fixed"]
+    keys += ["~lr_scheduler.decay_period", "optimization.max_update=2", "optimization.lr=[0.002]"]
+    if TENSORBOARD:
+        keys.append(f"+common.tensorboard_logdir={tmp_path / 'board'}")
+    output = run("fairseq-hydra-train", *hydra, *keys, cwd=tmp_path)
     assert "GradInit: 3 iterations for adam, eta 0.002, gamma 50" in output
     assert [line["iteration"] for line in log_of(output, "gradinit")] == [1, 2, 3]
     assert [line["num_updates"] for line in log_of(output, "train_inner")] == [1, 2]

@@ -478,6 +478,6 @@ def memory_advice() -> Iterator[None]:
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
             raise
         raise MemoryError(
-            "GradInit ran out of memory (a second derivative takes about three times what training takes): "
+            "GradInit ran out of memory (a second derivative takes about half as much again as training): "
             "give it smaller batches with --gradinit-max-tokens"
         ) from error
