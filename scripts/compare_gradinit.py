@@ -3,6 +3,7 @@
     python scripts/compare_gradinit.py effect       without GradInit, with it, with warmup; Adam and SGD, two depths
     python scripts/compare_gradinit.py sweep        gamma, overlap and the number of iterations, one at a time
     python scripts/compare_gradinit.py stability    learning rate and beta2 (figure 3 of the paper)
+    python scripts/compare_gradinit.py warmup       how long a warmup serves the baseline best
     python scripts/compare_gradinit.py tfixup       GradInit on top of T-Fixup
     python scripts/compare_gradinit.py norms        gradient norms before training, by size: what gamma is set against
 
@@ -31,6 +32,7 @@ from training_run import exit_on_sigterm
 DATA = {"cmudict": G2P, "multi30k": MULTI30K}
 OPTIMIZERS = {"adam": ADAM, "sgd": ("--optimizer=sgd", "--momentum=0.9")}
 LEARNING_RATES = {"adam": "2e-3", "sgd": "0.1"}
+WARMUPS = {"adam": 100, "sgd": 100}  # updates; the best of the study `warmup`, 6+6 layers
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,18 @@ class Subject:
     updates: int = 300
     warmup_updates: int = 100
     max_tokens: int = 1024
+    label_smoothing: float = 0
 
     def recipe(self, seed: int) -> Recipe:
-        """A short training to a learning rate of zero, every update logged: no checkpoints, no dropout, no label
-        smoothing."""
+        """A short training to a learning rate of zero, every update logged: no checkpoints, no dropout."""
         base, optimizer = DATA[self.data], OPTIMIZERS[self.optimizer]
         if self.optimizer == "adam":
             optimizer = (optimizer[0], f"--adam-betas=(0.9, {self.beta2})")
-        criterion = ("--criterion=cross_entropy", "--dropout=0", f"--max-tokens={self.max_tokens}", "--num-workers=0")
+        criterion = ("--criterion=cross_entropy",)
+        if self.label_smoothing:
+            smoothing = f"--label-smoothing={self.label_smoothing:g}"
+            criterion = ("--criterion=label_smoothed_cross_entropy", smoothing)
+        training = (*criterion, "--dropout=0", f"--max-tokens={self.max_tokens}", "--num-workers=0")
         return replace(
             base,
             model=(*model_options(self.width, 2 * self.width, 4, *self.depth), base.model[-1]),
@@ -64,7 +70,7 @@ class Subject:
             updates=self.updates,
             save_every=0,
             log_every=1,
-            training=criterion,
+            training=training,
             seed=seed,
         )
 
@@ -78,7 +84,9 @@ class Subject:
         """A name that no other subject has."""
         beta2 = f"-beta{self.beta2}" if self.optimizer == "adam" else ""
         size = f"{self.depth[0]}+{self.depth[1]}-width{self.width}"
-        return f"{self.data}-{size}-{self.optimizer}-lr{self.lr}{beta2}-{self.updates}x{self.max_tokens}"
+        smoothing = f"-smoothed{self.label_smoothing:g}" if self.label_smoothing else ""
+        batches = f"{self.updates}x{self.max_tokens}"
+        return f"{self.data}-{size}-{self.optimizer}-lr{self.lr}{beta2}-{batches}{smoothing}"
 
 
 def with_gradinit(base: Variant, **settings: float) -> Variant:
@@ -90,6 +98,20 @@ def with_gradinit(base: Variant, **settings: float) -> Variant:
         base.label.replace("no warmup", "GradInit"),
         (*base.options, "--task=gradinit_translation", *options),
         base.warmup,
+    )
+
+
+def subject_of(args: argparse.Namespace, data: str, optimizer: str, depth: tuple[int, int]) -> Subject:
+    """What the command line asks to train."""
+    return Subject(
+        data,
+        optimizer,
+        depth,
+        args.width,
+        args.lr or LEARNING_RATES[optimizer],
+        updates=args.updates,
+        warmup_updates=WARMUPS[optimizer] if args.warmup is None else args.warmup,
+        label_smoothing=args.label_smoothing,
     )
 
 
@@ -130,7 +152,8 @@ class Laboratory:
         """Train one start of one subject with every seed."""
         losses, constrained = [], []
         for seed in self.seeds:
-            folder = self.out / subject.folder / f"{variant.name}-seed{seed}"
+            warmup = subject.warmup_updates if variant.warmup else ""
+            folder = self.out / subject.folder / f"{variant.name}{warmup}-seed{seed}"
             scales = folder / "scales.json"
             learned = "--task=gradinit_translation" in variant.options
             extra = (f"--gradinit-scales={scales}",) if learned else ()
@@ -150,20 +173,34 @@ def effect(lab: Laboratory, args: argparse.Namespace) -> str:
     for data in args.data:
         for optimizer in args.optimizers:
             for depth in args.depths:
-                lr = args.lr or LEARNING_RATES[optimizer]
-                subject = Subject(data, optimizer, depth, args.width, lr, updates=args.updates)
+                subject = subject_of(args, data, optimizer, depth)
                 starts = (POST_LN, with_gradinit(POST_LN, **gradinit_settings(args)), POST_LN_WARMUP)
                 cold, learned, warm = (lab.measure(subject, start) for start in starts)
-                rows.append([subject.label, subject.lr, cold.loss, learned.loss, learned.share, warm.loss])
+                warmup = str(subject.warmup_updates)
+                rows.append([subject.label, subject.lr, cold.loss, learned.loss, learned.share, warm.loss, warmup])
                 print(" | ".join(rows[-1]), flush=True)
-    header = ["training", "learning rate", "cold", "GradInit", "constrained", f"warmup, {Subject.warmup_updates}"]
+    header = ["training", "learning rate", "cold", "GradInit", "constrained", "warmup", "updates of warmup"]
+    return markdown_table(header, rows)
+
+
+def warmup(lab: Laboratory, args: argparse.Namespace) -> str:
+    """The loss of Post-LN by the length of its warmup: what to compare with."""
+    rows = []
+    for data in args.data:
+        for optimizer in args.optimizers:
+            for depth in args.depths:
+                subject = subject_of(args, data, optimizer, depth)
+                starts = [replace(subject, warmup_updates=updates) for updates in args.warmups]
+                losses = [lab.measure(start, POST_LN_WARMUP).loss for start in starts]
+                rows.append([subject.label, subject.lr, *losses])
+                print(" | ".join(rows[-1]), flush=True)
+    header = ["training", "learning rate", *(f"{updates} updates" for updates in args.warmups)]
     return markdown_table(header, rows)
 
 
 def sweep(lab: Laboratory, args: argparse.Namespace) -> str:
     """GradInit's settings, one at a time, around those of `--iterations` and the plugin's defaults."""
-    subject = Subject(args.data[0], args.optimizers[0], args.depths[0], args.width, updates=args.updates)
-    subject = replace(subject, lr=args.lr or LEARNING_RATES[subject.optimizer])
+    subject = subject_of(args, args.data[0], args.optimizers[0], args.depths[0])
     without = lab.measure(subject, POST_LN)
     rows = [["none", "-", without.loss, "-"]]
     points: dict[str, list[tuple[float, Measured]]] = {}
@@ -201,7 +238,7 @@ def draw_sweep(points: dict[str, list[tuple[float, Measured]]], without: Measure
 
 def stability(lab: Laboratory, args: argparse.Namespace) -> str:
     """Loss by learning rate and beta2, without and with GradInit and with warmup."""
-    base = Subject(args.data[0], "adam", args.depths[0], args.width, updates=args.updates)
+    base = subject_of(args, args.data[0], "adam", args.depths[0])
     starts = (POST_LN, with_gradinit(POST_LN, **gradinit_settings(args)), POST_LN_WARMUP)
     rows, curves = [], {}
     for start in starts:
@@ -236,7 +273,7 @@ def tfixup(lab: Laboratory, args: argparse.Namespace) -> str:
     rows = []
     for data in args.data:
         for depth in args.depths:
-            subject = Subject(data, "adam", depth, args.width, args.lr or LEARNING_RATES["adam"], updates=args.updates)
+            subject = subject_of(args, data, "adam", depth)
             alone = lab.measure(subject, T_FIXUP)
             both = lab.measure(subject, with_gradinit(T_FIXUP, **gradinit_settings(args)))
             rows.append([subject.label, subject.lr, alone.loss, both.loss, both.share])
@@ -274,6 +311,7 @@ def initial_norms(recipe: Recipe) -> tuple[int, float, float]:
 
 STUDIES: dict[str, Callable[[Laboratory, argparse.Namespace], str]] = {
     "effect": effect,
+    "warmup": warmup,
     "sweep": sweep,
     "stability": stability,
     "tfixup": tfixup,
@@ -298,6 +336,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--widths", nargs="+", type=int, default=[32, 64, 128, 256, 512], help="of norms")
     parser.add_argument("--updates", type=int, default=Subject.updates)
     parser.add_argument("--lr", help=f"default: {LEARNING_RATES}")
+    parser.add_argument("--label-smoothing", type=float, default=0)
+    parser.add_argument("--warmup", type=int, help=f"updates of the baseline's warmup; default: {WARMUPS}")
+    parser.add_argument("--warmups", nargs="+", type=int, default=[30, 60, 100, 150, 200], help="of warmup")
     parser.add_argument("--iterations", type=int, default=300, help="of GradInit")
     parser.add_argument("--gamma", type=float, help="of GradInit; default: the plugin's")
     parser.add_argument("--scale-lr", type=float, help="learning rate of the scales; default: the plugin's")

@@ -6,16 +6,21 @@ up in their modules at call time, so replacing the module attribute is enough.
 
 import argparse
 import ast
+import atexit
 import collections
+import contextlib
 import contextvars
 import functools
 import inspect
 import os
 import pickle
+import queue
 import re
 import sys
+import time
 import types
 import typing
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +28,7 @@ import numpy as np
 import omegaconf
 import torch
 from fairseq import checkpoint_utils, options, trainer
-from fairseq.data import data_utils
+from fairseq.data import data_utils, iterators
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import meters, metrics, progress_bar
@@ -39,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.serialization import safe_globals
 
 OPT_OUT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+PREFETCHING_ENDS_WITHIN = 10.0  # seconds
 
 
 class _NumberType:
@@ -407,6 +413,31 @@ def keep_the_last_sentences() -> None:
         return batches
 
 
+def end_prefetching_before_exit() -> None:
+    """Symptom: a run that has ended well, all saved, dies with ``terminate called without an active exception`` and
+    exit status -6, now and then; under torchrun the other machines then wait for minutes.
+
+    Since: always; the thread that prepares batches still runs while Python exits, if the last epoch is not complete.
+    Remedy: before Python exits, have the thread stop after its present batch, and wait for it.
+    """
+    threads: weakref.WeakSet[iterators.BackgroundConsumer] = weakref.WeakSet()
+
+    @_wrap(iterators.BackgroundConsumer, "__init__")
+    def remember(original: Callable, self: iterators.BackgroundConsumer, *args, **kwargs) -> None:
+        original(self, *args, **kwargs)
+        threads.add(self)
+
+    @atexit.register
+    def end() -> None:
+        deadline = time.monotonic() + PREFETCHING_ENDS_WITHIN
+        for thread in [thread for thread in threads if thread.is_alive()]:
+            thread._max_len = 0
+            while thread.is_alive() and time.monotonic() < deadline:
+                with contextlib.suppress(queue.Empty):
+                    thread._queue.get_nowait()
+                thread.join(0.01)
+
+
 def log_every_line_once() -> None:
     """Symptom: the file of ``--log-file`` holds every line again and again, once more with every epoch and validation.
 
@@ -483,6 +514,7 @@ def apply() -> None:
     copy_checkpoints_atomically()
     resume_with_the_same_batches()
     keep_the_last_sentences()
+    end_prefetching_before_exit()
     log_every_line_once()
     tell_models_that_they_will_be_loaded()
     give_both_attention_masks_one_type()
