@@ -11,7 +11,7 @@ place under ``torch.no_grad()`` writes to the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ class Attention:
         key: ``(d, d_key)``, where ``d_key`` is the width of the sequence attended to.
         value: ``(d, d_value)``.
         output: ``(d, d)``, the output projection.
-        biases: every bias of the module, among them the additional key and value of ``add_bias_kv``.
+        query_key_biases: biases of queries and keys, and the additional key of ``add_bias_kv``.
+        value_output_biases: biases of values and output, and the additional value of ``add_bias_kv``.
     """
 
     name: str
@@ -40,7 +41,13 @@ class Attention:
     key: Tensor
     value: Tensor
     output: Tensor
-    biases: tuple[Tensor, ...] = ()
+    query_key_biases: tuple[Tensor, ...] = ()
+    value_output_biases: tuple[Tensor, ...] = ()
+
+    @property
+    def biases(self) -> tuple[Tensor, ...]:
+        """Every bias of the module."""
+        return self.query_key_biases + self.value_output_biases
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,8 @@ def find_stacks(model: nn.Module) -> list[Stack]:
 
     Understood are fairseq's encoders and decoders, and ``torch.nn.TransformerEncoder``,
     ``TransformerDecoder`` and any other ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` of
-    ``TransformerEncoderLayer`` or ``TransformerDecoderLayer``: all layers of a container are one stack.
+    ``TransformerEncoderLayer`` or ``TransformerDecoderLayer``, and timm's vision Transformers, whose attention has
+    queries, keys and values in one matrix: all layers of a container are one stack.
 
     Args:
         model: any module.
@@ -115,8 +123,9 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     stacks = [_stack(*found) for found in containers]
     if not stacks:
         raise ValueError(
-            f"no Transformer layers found in {type(model).__name__}: expected fairseq's encoder or decoder layers "
-            "or torch.nn.TransformerEncoderLayer/TransformerDecoderLayer; add an adapter to coldstart/blocks.py"
+            f"no Transformer layers found in {type(model).__name__}: expected fairseq's encoder or decoder layers, "
+            "torch.nn.TransformerEncoderLayer/TransformerDecoderLayer or timm's blocks; "
+            "add an adapter to coldstart/blocks.py"
         )
     return stacks
 
@@ -179,7 +188,7 @@ def _stack(owner_name: str, owner: nn.Module, container_name: str, container: nn
                 f"layer {path} is a {type(module).__name__}, which no adapter of coldstart/blocks.py understands, "
                 "although its neighbours are Transformer layers; leave it out or write an adapter"
             )
-        layers.append(_fairseq_layer(path, module) if hasattr(module, "fc1") else _torch_layer(path, module))
+        layers.append(_adapter(module)(path, module))
     return Stack(
         name=owner_name,
         layers=tuple(layers),
@@ -194,7 +203,14 @@ def _children(container: nn.Module) -> list[nn.Module]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    return hasattr(module, "self_attn") and (hasattr(module, "fc1") or hasattr(module, "linear1"))
+    return _adapter(module) is not None
+
+
+def _adapter(module: nn.Module) -> Callable[[str, nn.Module], Layer] | None:
+    """The function that reads a layer of this kind, or None where the module is none."""
+    if hasattr(module, "self_attn"):
+        return _fairseq_layer if hasattr(module, "fc1") else _torch_layer if hasattr(module, "linear1") else None
+    return _timm_layer if hasattr(getattr(module, "attn", None), "qkv") and hasattr(module, "mlp") else None
 
 
 # --- fairseq: TransformerEncoderLayerBase, TransformerDecoderLayerBase, MultiheadAttention ---
@@ -212,8 +228,10 @@ def _fairseq_layer(path: str, layer: nn.Module) -> Layer:
 def _fairseq_attention(path: str, attention: nn.Module) -> Attention:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj)
     query, key, value, output = (projection.weight for projection in projections)
-    biases = (*(projection.bias for projection in projections), attention.bias_k, attention.bias_v)
-    return Attention(path, attention.num_heads, query, key, value, output, _present(biases))
+    query_bias, key_bias, value_bias, output_bias = (projection.bias for projection in projections)
+    query_key = _present(query_bias, key_bias, attention.bias_k)
+    value_output = _present(value_bias, output_bias, attention.bias_v)
+    return Attention(path, attention.num_heads, query, key, value, output, query_key, value_output)
 
 
 def _embeddings(embed_tokens: nn.Module | None) -> Iterator[nn.Embedding]:
@@ -248,14 +266,40 @@ def _torch_attention(path: str, attention: nn.MultiheadAttention) -> Attention:
         query, key, value = attention.in_proj_weight.chunk(3)
     else:
         query, key, value = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+    query_bias, key_bias, value_bias = _thirds(attention.in_proj_bias)
     output = attention.out_proj
-    biases = (attention.in_proj_bias, output.bias, attention.bias_k, attention.bias_v)
-    return Attention(path, attention.num_heads, query, key, value, output.weight, _present(biases))
+    query_key = _present(query_bias, key_bias, attention.bias_k)
+    value_output = _present(value_bias, output.bias, attention.bias_v)
+    return Attention(path, attention.num_heads, query, key, value, output.weight, query_key, value_output)
 
 
 def _feed_forward(path: str, inner: nn.Linear, outer: nn.Linear) -> FeedForward:
-    return FeedForward(path, inner.weight, outer.weight, _present((inner.bias, outer.bias)))
+    return FeedForward(path, inner.weight, outer.weight, _present(inner.bias, outer.bias))
 
 
-def _present(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+# --- timm: vision_transformer.Block and its relatives ---
+
+
+def _timm_layer(path: str, layer: nn.Module) -> Layer:
+    attention = layer.attn
+    query, key, value = attention.qkv.weight.chunk(3)
+    query_bias, key_bias, value_bias = _thirds(attention.qkv.bias)
+    output = attention.proj
+    query_key, value_output = _present(query_bias, key_bias), _present(value_bias, output.bias)
+    weights = (query, key, value, output.weight)
+    return Layer(
+        self_attention=Attention(f"{path}.attn", attention.num_heads, *weights, query_key, value_output),
+        cross_attention=None,
+        feed_forward=_feed_forward(f"{path}.mlp", layer.mlp.fc1, layer.mlp.fc2),
+    )
+
+
+# --- what they share ---
+
+
+def _thirds(bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (None, None, None) if bias is None else bias.chunk(3)
+
+
+def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)

@@ -32,7 +32,7 @@ from training_run import exit_on_sigterm
 DATA = {"cmudict": G2P, "multi30k": MULTI30K}
 OPTIMIZERS = {"adam": ADAM, "sgd": ("--optimizer=sgd", "--momentum=0.9")}
 LEARNING_RATES = {"adam": "2e-3", "sgd": "0.1"}
-WARMUPS = {"adam": 100, "sgd": 100}  # updates; the best of the study `warmup`, 6+6 layers
+WARMUPS = {"adam": 150, "sgd": 150}  # updates; the best of the study `warmup`, 6+6 layers
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Subject:
     lr: str = "2e-3"
     beta2: str = "0.98"
     updates: int = 300
-    warmup_updates: int = 100
+    warmup_updates: int = 150
     max_tokens: int = 1024
     label_smoothing: float = 0
 
