@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -112,6 +113,7 @@ def test_780_iterations_unless_told_otherwise(plugin, reversal_data):
         (["--gradinit-optimizer", "rmsprop"], "--gradinit-optimizer must be 'adam' or 'sgd', not 'rmsprop'"),
         (["--gradinit-eta", -1], "--gradinit-eta must be a positive number, not -1.0"),
         (["--gradinit-gamma", 0], "--gradinit-gamma must be a positive number, not 0.0"),
+        (["--lr", 0], "--lr must be a positive number, not 0"),
         (["--gradinit-lr", "nan"], "--gradinit-lr must be a positive number, not nan"),
         (["--gradinit-min-scale", 2], "--gradinit-min-scale must be between 0 and 1"),
         (["--gradinit-grad-clip", 0], "--gradinit-grad-clip must be a positive number"),
@@ -121,7 +123,6 @@ def test_780_iterations_unless_told_otherwise(plugin, reversal_data):
         (["--gradinit-max-tokens", 0], "--gradinit-max-tokens must be at least 1, not 0"),
         (["--optimizer", "adagrad"], "no first step of --optimizer adagrad: add --gradinit-optimizer adam or sgd"),
         (["--ddp-backend", "fully_sharded"], "whole parameters .* use --ddp-backend pytorch_ddp or legacy_ddp"),
-        (["--lr", 0], "--gradinit-eta must be a positive number, not 0"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
@@ -358,6 +359,9 @@ def test_a_file_that_is_no_use_is_set_aside_and_written_anew(content, start, tmp
     assert Scales.load(file).scales
     assert (tmp_path / "scales.json.unfit").read_text() == content
     assert "cannot be used" in caplog.text
+    file.write_text("damaged again")
+    start("--gradinit-scales", file)
+    assert [(tmp_path / f"scales.json.unfit{name}").read_text() for name in ("", ".2")] == [content, "damaged again"]
 
 
 def test_scales_of_another_model_are_set_aside(start, tmp_path, caplog):
@@ -366,6 +370,13 @@ def test_scales_of_another_model_are_set_aside(start, tmp_path, caplog):
     start("--gradinit-scales", file)
     assert "they are for another model: " in caplog.text
     assert Scales.load(file).scales.keys() != Scales.load(f"{file}.unfit").scales.keys()
+
+
+@pytest.mark.parametrize(("gamma", "hardly"), [(1e-6, True), (1e9, False)])
+def test_a_gamma_that_leaves_the_loss_no_say_is_named(gamma, hardly, start, caplog):
+    start("--gradinit-gamma", gamma)
+    said = re.search(r"the gradient norm was \S+ and gamma is \S+, so the loss hardly had a say", caplog.text)
+    assert bool(said) == hardly
 
 
 def test_scales_of_other_settings_are_used_and_named(start, tmp_path, caplog):

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZERS = {"adam": "adam", "cpu_adam": "adam", "sgd": "sgd", "nag": "sgd"}
 SHARDED_BACKENDS = ("fully_sharded",)
+MOSTLY = 0.9  # of the iterations, on the constraint: worth a word
 STATISTICS_BATCHES = 8  # for the variances in --gradinit-scales
 
 Pair = tuple[Any, Any]
@@ -187,7 +188,8 @@ def settings_of(cfg: FairseqDataclass) -> Settings:
         )
     except ValueError as error:
         setting, _, reason = str(error).partition(" ")
-        raise ValueError(f"--gradinit-{setting.replace('_', '-')} {reason}") from None
+        from_lr = setting == "eta" and cfg.gradinit_eta is None
+        raise ValueError(f"{'--lr' if from_lr else f'--gradinit-{setting}'.replace('_', '-')} {reason}") from None
 
 
 class PendingGradInit:
@@ -269,6 +271,12 @@ class GradInitRun:
             f"reduced the gradient norm; scales from {min(result.scales.values()):.3g} to "
             f"{max(result.scales.values()):.3g}"
         )
+        if constrained > MOSTLY * settings.iterations:
+            logger.warning(
+                f"GradInit: the gradient norm was {result.history[0].gradient_norm:.4g} and gamma is "
+                f"{settings.gamma:g}, so the loss hardly had a say: if the training does not gain, give a larger "
+                f"--gradinit-gamma"
+            )
         if before is not None:
             norms, variance = before
             statistics = Statistics(norms, variance, self._gradient_variance())
@@ -326,8 +334,9 @@ class GradInitRun:
             try:
                 found[0] = Scales.load(path, self.model)
             except ValueError as error:
-                os.replace(path, f"{path}.unfit")
-                logger.warning(f"GradInit: {error}. It is kept as {path}.unfit, and new scales are learned")
+                kept = unused_name(f"{path}.unfit")
+                os.replace(path, kept)
+                logger.warning(f"GradInit: {error}. It is kept as {kept}, and new scales are learned")
         if self.rank == 0 and found[0] is None:
             refuse_unwritable(path)
         if self.group is not None:
@@ -426,6 +435,12 @@ def split_sizes(sentences: int, overlap: float) -> tuple[int, int]:
         if 2 * size - shared <= sentences and (overlap in (0, 1) or 0 < shared < size):
             return size, shared
     return 0, 0
+
+
+def unused_name(path: str) -> str:
+    """The path, or the first of path.2, path.3 and so on that is not there."""
+    names = itertools.chain([path], (f"{path}.{number}" for number in itertools.count(2)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def refuse_unwritable(path: str) -> None:
