@@ -22,7 +22,7 @@ COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#edae49", "#5d5179", "#8d96a3")
 
 
 @contextmanager
-def drawing(out: Path, size: tuple[float, float], columns: int = 1) -> Iterator[list["Axes"]]:
+def drawing(out: Path, size: tuple[float, float], columns: int = 1, share_y: bool = True) -> Iterator[list["Axes"]]:
     """Yield the panels of a picture, side by side; it is written to `out` when the block ends well.
 
     Raises `UserError` where matplotlib is not installed.
@@ -34,7 +34,7 @@ def drawing(out: Path, size: tuple[float, float], columns: int = 1) -> Iterator[
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False, sharey=True)
+    figure, panels = pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False, sharey=share_y)
     for axes in panels[0]:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,6 @@
 """Prepare data, train, generate, score, show: a whole recipe in one command, which goes on where it stopped.
 
-    python scripts/quickstart.py [g2p | g2p_full | multi30k] [--compare]
+    python scripts/quickstart.py [g2p | g2p_full | multi30k | brown | brown_characters] [--compare]
 
 Every command that it runs is printed, to be copied.
 """
@@ -13,7 +13,7 @@ from console import announce, one_sentence_errors, run
 from generated import read_hypotheses
 from plot_curves import plot
 from prepare_cmudict import known_words, spell
-from recipes import POST_LN, RECIPES, T_FIXUP, Recipe
+from recipes import MIMETIC_LM, PLAIN_LM, POST_LN, RECIPES, T_FIXUP, Recipe
 from score_bleu import read_text
 from steps import prepare, train_and_score
 from training_run import cuda_is_available, exit_on_sigterm
@@ -56,9 +56,10 @@ def quickstart(recipe: Recipe, out: Path, compare: bool, source: Path | None, cp
     """Run every step of a recipe, those that are done already excepted."""
     title(f"data: {recipe.data}")
     prepare(recipe, source)
-    folders = {T_FIXUP: out}
+    ours, usual = (MIMETIC_LM, PLAIN_LM) if recipe.task == "language_model" else (T_FIXUP, POST_LN)
+    folders = {ours: out}
     if compare:
-        folders[POST_LN] = out.with_name(f"{out.name}-{POST_LN.name}")
+        folders[usual] = out.with_name(f"{out.name}-{usual.name}")
     results = {}
     for variant, folder in folders.items():
         title(variant.label)
@@ -66,7 +67,7 @@ def quickstart(recipe: Recipe, out: Path, compare: bool, source: Path | None, cp
         print(results[variant].score)
     if recipe.task == "g2p":
         show_pronunciations(recipe, out, cpu)
-    else:
+    elif recipe.task == "translation":
         show_translations(recipe, out)
     title("result")
     picture = out / "curves.png"
@@ -80,11 +81,11 @@ def quickstart(recipe: Recipe, out: Path, compare: bool, source: Path | None, cp
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare, train, generate and score in one command.")
     parser.add_argument("recipe", nargs="?", choices=RECIPES, default="g2p", help="default: g2p")
-    parser.add_argument("--compare", action="store_true", help="also train with LayerNorm (Post-LN), no warmup")
+    parser.add_argument("--compare", action="store_true", help="also train what is usual: Post-LN, plain attention")
     parser.add_argument("--out", type=Path, help="folder for the results; default: runs/RECIPE")
     parser.add_argument("--updates", type=int, help="train for so many updates instead of the recipe's number")
     source = os.environ.get("SOURCE")
-    parser.add_argument("--source", type=Path, default=source, help="folder with Multi30k's .gz files (or $SOURCE)")
+    parser.add_argument("--source", type=Path, default=source, help="folder with the data's files (or $SOURCE)")
     args = parser.parse_args()
     exit_on_sigterm()
     with one_sentence_errors():

@@ -54,6 +54,10 @@ PRE_LN = Variant(
 )
 VARIANTS = (POST_LN, POST_LN_WARMUP, PRE_LN, T_FIXUP)
 
+# One architecture for both, so that nothing but the initial self-attention differs.
+MIMETIC_LM = Variant("mimetic", "mimetic", ("--arch=transformer_lm_mimetic",))
+PLAIN_LM = Variant("plain", "plain", (*MIMETIC_LM.options, "--mimetic-qk=none", "--mimetic-vo=none"))
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -61,8 +65,8 @@ class Recipe:
 
     Attributes:
         name: what the quickstart calls it; results go to `runs/{name}`.
-        task: what the model does: spelling to phones, or translation; says how its output is scored.
-        data: the folder that `fairseq-preprocess` made.
+        task: what the model does: spelling to phones, translation, or to predict text; says how it is scored.
+        data: the folder that `fairseq-preprocess` made; of a language model, the folder of its text.
         model: size and sharing, for either architecture.
         lr: the learning rate at the first update.
         decay_period: how fast it falls: `inverse_sqrt_nowarmup`'s P; 0 for a constant rate; None for a straight line
@@ -73,13 +77,13 @@ class Recipe:
         log_every: updates from one line of the log to the next.
         training: batch size, regularisation and the like.
         seed: of the weights, the order of the data and dropout.
-        decoding: how tokens become text, for generation.
+        decoding: how tokens become text, for generation; of a language model, how it reads the test set.
         beam: beam size and length penalty.
         optimizer: the optimiser and its moments.
     """
 
     name: str
-    task: Literal["g2p", "translation"]
+    task: Literal["g2p", "translation", "language_model"]
     data: Path
     model: Options
     lr: str
@@ -132,6 +136,12 @@ class Recipe:
         """The `fairseq-generate` command for the test set; its output goes to `{run}/generate-test.txt`."""
         batch = ("--max-tokens=4096", *EVERY_SENTENCE, f"--results-path={run}")
         return [*self._model("fairseq-generate", run, cpu), *batch]
+
+    def evaluate(self, run: Path, cpu: bool = True) -> list[str]:
+        """The `fairseq-eval-lm` command for the test set."""
+        checkpoint = run / "checkpoints" / "checkpoint_best.pt"
+        model = (f"--path={checkpoint}", "--gen-subset=test", *self.decoding)
+        return ["fairseq-eval-lm", str(self.data), "--user-dir=user_dir", *model, *device(cpu)]
 
     def interactive(self, run: Path, cpu: bool = True) -> list[str]:
         """The `fairseq-interactive` command, which reads sentences from its standard input."""
@@ -199,4 +209,51 @@ MULTI30K_SMALL = replace(
     training=smoothed(dropout=0.1, max_tokens=1024),
 )
 
-RECIPES = {recipe.name: recipe for recipe in (G2P, G2P_FULL, MULTI30K, MULTI30K_SMALL)}
+
+def text_at(level: str, length: int) -> Options:
+    """The text as one stream of words or characters, cut into samples of `length`."""
+    return ("--task=wikitext_language_modeling", f"--level={level}", f"--tokens-per-sample={length}")
+
+
+def decoder_options(width: int, feed_forward: int, heads: int, layers: int) -> Options:
+    """fairseq's options for the size of a tied Pre-LN language model."""
+    _, _, _, _, *decoder = model_options(width, feed_forward, heads, layers, layers)
+    return (*decoder, "--decoder-normalize-before", "--share-decoder-input-output-embed")
+
+
+BROWN = Recipe(
+    name="brown",
+    task="language_model",
+    data=Path("data/brown"),
+    model=decoder_options(width=128, feed_forward=512, heads=4, layers=4),
+    lr="2e-3",
+    decay_period=None,
+    warmup_updates=100,
+    updates=1000,
+    save_every=200,
+    log_every=20,
+    training=(
+        *text_at("word", 128),
+        "--criterion=cross_entropy",
+        "--dropout=0.1",
+        "--max-tokens=1024",
+        "--num-workers=0",
+    ),
+    decoding=(*text_at("word", 128), "--context-window=64", "--max-tokens=1024"),
+)
+
+BROWN_CHARACTERS = replace(
+    BROWN,
+    name="brown_characters",
+    model=decoder_options(width=96, feed_forward=384, heads=4, layers=6),
+    training=(
+        *text_at("char", 256),
+        "--criterion=cross_entropy",
+        "--dropout=0.1",
+        "--max-tokens=2048",
+        "--num-workers=0",
+    ),
+    decoding=(*text_at("char", 256), "--context-window=128", "--max-tokens=2048"),
+)
+
+RECIPES = {recipe.name: recipe for recipe in (G2P, G2P_FULL, MULTI30K, MULTI30K_SMALL, BROWN, BROWN_CHARACTERS)}

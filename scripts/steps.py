@@ -4,16 +4,18 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import prepare_brown
 import prepare_cmudict
 import prepare_multi30k
 import score_bleu
 import score_g2p
+import score_perplexity
 from console import announce, run
 from recipes import Recipe, Variant
 from training_log import TrainingLog
 from training_run import locked, train
 
-Score = score_g2p.G2pScore | score_bleu.BleuScore
+Score = score_g2p.G2pScore | score_bleu.BleuScore | score_perplexity.PerplexityScore
 
 
 @dataclass(frozen=True)
@@ -26,29 +28,34 @@ class Result:
 
 
 def prepare(recipe: Recipe, source: Path | None = None) -> None:
-    """Make the data set of a recipe; `source` has Multi30k's files, for no download."""
+    """Make the data set of a recipe; `source` has Multi30k's or Brown's files, for no download."""
     with locked(recipe.data.with_name(f".{recipe.data.name}.lock")):
         if recipe.task == "g2p":
             prepare_cmudict.prepare(recipe.data)
+        elif recipe.task == "language_model":
+            prepare_brown.prepare(recipe.data, source)
         else:
             prepare_multi30k.prepare(recipe.data, source)
 
 
 def generate(recipe: Recipe, folder: Path, cpu: bool) -> Path:
     """Run the model on the test set and return the file with its output."""
+    models_language = recipe.task == "language_model"
     done = folder / "generated"
     if not done.exists():
-        command = recipe.generate(folder, cpu)
+        command = recipe.evaluate(folder, cpu) if models_language else recipe.generate(folder, cpu)
         announce(command)
         run(command, folder / "generate.out")
         done.touch()
-    return folder / "generate-test.txt"
+    return folder / ("generate.out" if models_language else "generate-test.txt")
 
 
 def score(recipe: Recipe, output: Path) -> Score:
     """Score the output for the test set."""
     if recipe.task == "g2p":
         return score_g2p.score_files(recipe.data / "text" / "test.references.tsv", output)
+    if recipe.task == "language_model":
+        return score_perplexity.score_file(output)
     return score_bleu.score_files(recipe.data / "raw" / "test.en", output)
 
 

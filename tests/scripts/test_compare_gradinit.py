@@ -27,13 +27,13 @@ def test_fairseq_accepts_the_options(base, data, optimizer, plugin):
         0.01,
     )
     assert (args.encoder_layers, args.decoder_layers) == (2, 3)
-    assert getattr(args, "warmup_updates", 0) == (100 if base.warmup else 0)
+    assert getattr(args, "warmup_updates", 0) == (150 if base.warmup else 0)
 
 
 def test_each_subject_and_start_has_a_folder_of_its_own():
     subject = Subject()
     changes = [{"data": "multi30k"}, {"optimizer": "sgd"}, {"depth": (6, 5)}, {"width": 8}, {"lr": "1"}]
-    changes += [{"beta2": "0.9"}, {"updates": 5}, {"max_tokens": 7}]
+    changes += [{"beta2": "0.9"}, {"updates": 5}, {"max_tokens": 7}, {"label_smoothing": 0.1}]
     folders = [subject.folder, *(replace(subject, **change).folder for change in changes)]
     assert len(set(folders)) == len(folders)
     starts = [with_gradinit(POST_LN), with_gradinit(POST_LN, gamma=1), with_gradinit(POST_LN, gamma=2), POST_LN]
