@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coldstart.blocks import Attention, FeedForward, Stack, find_stacks
 
-__all__ = ["decoder_gain", "embedding_gain", "encoder_gain", "tfixup_", "tfixup_embedding_"]
+__all__ = ["decoder_gain", "depth_gain", "embedding_gain", "encoder_gain", "tfixup_", "tfixup_embedding_"]
 
 
 def encoder_gain(num_layers: int) -> float:
@@ -55,6 +55,12 @@ def embedding_gain(num_layers: int) -> float:
     return (9 * _at_least_one(num_layers)) ** -0.25
 
 
+def depth_gain(stack: Stack) -> float:
+    """The gain of V, output projection and feed-forward matrices of a stack: :func:`decoder_gain` of its depth where
+    it has cross-attention, and so three branches a layer, :func:`encoder_gain` where it has two."""
+    return (decoder_gain if stack.has_cross_attention else encoder_gain)(len(stack.layers))
+
+
 @torch.no_grad()
 def tfixup_(
     model: nn.Module,
@@ -69,8 +75,7 @@ def tfixup_(
 
     - every matrix is Xavier-uniform with gain 1, but Q and K have gain 1/sqrt(2), as in the authors' code, and
       are never scaled; each has its own fans, also where Q, K and V are thirds of one packed matrix;
-    - V, output projection (of cross-attention too) and both feed-forward matrices are multiplied by
-      :func:`encoder_gain` or, in a stack with cross-attention, :func:`decoder_gain`;
+    - V, output projection (of cross-attention too) and both feed-forward matrices are multiplied by :func:`depth_gain`;
     - input embeddings are N(0, std d^(-1/2)), the padding row zero, multiplied by :func:`embedding_gain`; one that
       several stacks share is initialised once, with the N of the first of them (the encoder);
     - biases are zero.
@@ -135,7 +140,7 @@ def tfixup_embedding_(
 
 
 def _initialise_layers_(stack: Stack, generator: torch.Generator | None) -> None:
-    gain = (decoder_gain if stack.has_cross_attention else encoder_gain)(len(stack.layers))
+    gain = depth_gain(stack)
     for layer in stack.layers:
         for attention in layer.attentions:
             _initialise_attention_(attention, gain, generator)

@@ -28,7 +28,7 @@ import numpy as np
 import omegaconf
 import torch
 from fairseq import checkpoint_utils, options, trainer
-from fairseq.data import data_utils, iterators
+from fairseq.data import data_utils, iterators, language_pair_dataset, token_block_dataset
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import meters, metrics, progress_bar
@@ -454,6 +454,7 @@ def log_every_line_once() -> None:
 
 
 _loading: contextvars.ContextVar[bool] = contextvars.ContextVar("loading", default=False)
+_restoring: contextvars.ContextVar[bool] = contextvars.ContextVar("restoring", default=False)
 
 
 def built_to_be_loaded() -> bool:
@@ -461,11 +462,27 @@ def built_to_be_loaded() -> bool:
     return _loading.get()
 
 
-def tell_models_that_they_will_be_loaded() -> None:
-    """Symptom: an expensive initialisation is paid for by fairseq-generate, and then overwritten.
+def weights_will_be_read() -> bool:
+    """True while a model is built whose weights a checkpoint will replace, as far as that can be known."""
+    return _loading.get() or _restoring.get()
 
-    Since: always; ``from_checkpoint`` is not passed on to the model.
-    Remedy: ``built_to_be_loaded()``.
+
+def _finds_a_checkpoint(cfg: omegaconf.DictConfig) -> bool:
+    """Whether a training will start from a file, as ``checkpoint_utils.load_checkpoint`` decides it."""
+    suffix = cfg.checkpoint_suffix or ""
+    path = cfg.restore_file.replace(".pt", f"{suffix}.pt")
+    if cfg.restore_file == "checkpoint_last.pt":
+        path = os.path.join(cfg.save_dir, path)
+        if cfg.finetune_from_model is not None and not PathManager.exists(path):
+            path = cfg.finetune_from_model
+    return PathManager.isfile(path)
+
+
+def tell_models_that_they_will_be_loaded() -> None:
+    """Symptom: an expensive initialisation is paid for by fairseq-generate, and on resume, and then overwritten.
+
+    Since: always; ``from_checkpoint`` is not passed on to the model, and on resume it is built before the file is read.
+    Remedy: ``built_to_be_loaded()``; ``weights_will_be_read()``.
     """
 
     @_wrap(checkpoint_utils, "load_model_ensemble_and_task")
@@ -475,6 +492,21 @@ def tell_models_that_they_will_be_loaded() -> None:
             return original(*args, **kwargs)
         finally:
             _loading.reset(token)
+
+    def add_defaults(original: Callable, cfg: omegaconf.DictConfig) -> None:
+        original(cfg)
+        _restoring.set(_finds_a_checkpoint(cfg.checkpoint))
+
+    # fairseq-train calls its add_defaults after it has imported the plugin, also under Hydra and in processes of its
+    # own, and makes its trainer once the model is built. Whoever trains has imported it already.
+    for name in ("fairseq_cli.train", "__main__"):
+        if hasattr(sys.modules.get(name), "add_defaults"):
+            _wrap(sys.modules[name], "add_defaults")(add_defaults)
+
+    @_wrap(trainer.Trainer, "__init__")
+    def initialise(original: Callable, self: trainer.Trainer, *args, **kwargs) -> None:
+        _restoring.set(False)
+        original(self, *args, **kwargs)
 
 
 def give_both_attention_masks_one_type() -> None:
@@ -492,6 +524,46 @@ def give_both_attention_masks_one_type() -> None:
         return functional.multi_head_attention_forward(query, *args, **kwargs)
 
     _shadow(multihead_attention, "F", multi_head_attention_forward=attend)
+
+
+def break_text_at_line_ends() -> None:
+    """Symptom: ``--sample-break-mode eos``, and any generation from a language model, dies with ``module 'numpy' has no
+    attribute 'compat'``; where that is mended, blank lines give ``RuntimeWarning: overflow encountered``.
+
+    Since: NumPy 2, where also 16-bit numbers stay so when they are subtracted from.
+    Remedy: ``np.compat.long`` is int64 in the two modules that name it, and so are the places of blocks.
+    """
+    for module in (token_block_dataset, language_pair_dataset):
+        _shadow(module, "np", compat=types.SimpleNamespace(long=np.int64))
+
+    @_wrap(token_block_dataset.TokenBlockDataset, "_build_slice_indices")
+    def build(original: Callable, *args, **kwargs) -> tuple[np.ndarray, ...]:
+        sizes, *places = original(*args, **kwargs)
+        return sizes, *(array.astype(np.int64) for array in places)
+
+
+def give_resumed_tasks_their_state() -> None:
+    """Symptom: none; what a task has saved in a checkpoint, by which it may refuse one of another dictionary, is not
+    given back to it when training is resumed.
+
+    Since: always; only the commands that evaluate do it.
+    Remedy: give it to the task of the process that reads the checkpoint.
+    """
+
+    @_wrap(trainer.Trainer, "load_checkpoint")
+    def load(original: Callable, self: trainer.Trainer, *args, **kwargs) -> Any:
+        read = checkpoint_utils.load_checkpoint_to_cpu
+
+        def read_and_give(*read_args, **read_kwargs) -> dict:
+            state = read(*read_args, **read_kwargs)
+            self.task.load_state_dict(state.get("task_state", {}))
+            return state
+
+        checkpoint_utils.load_checkpoint_to_cpu = read_and_give
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            checkpoint_utils.load_checkpoint_to_cpu = read
 
 
 _applied = False
@@ -518,4 +590,6 @@ def apply() -> None:
     log_every_line_once()
     tell_models_that_they_will_be_loaded()
     give_both_attention_masks_one_type()
+    break_text_at_line_ends()
+    give_resumed_tasks_their_state()
     _applied = True

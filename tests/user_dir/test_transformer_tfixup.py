@@ -1,21 +1,15 @@
 """The plugin's architectures, built in-process through fairseq's own parser and registry."""
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 import torch
-from fairseq import models, options
+from architectures import SOURCE, TARGET, build_from_hydra, build_from_options, parse
 from fairseq.data import Dictionary
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from law import assert_normal, assert_xavier
-from omegaconf import OmegaConf
 from torch import nn
 
 from coldstart.blocks import layer_norms
 from coldstart.tfixup import decoder_gain, embedding_gain, encoder_gain
 
-USER_DIR = str(Path(__file__).resolve().parents[2] / "user_dir")
 SMALL = [
     *("--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "128"),
     *("--encoder-attention-heads", "4", "--decoder-attention-heads", "4"),
@@ -23,25 +17,8 @@ SMALL = [
 ]
 
 
-def dictionary(size: int) -> Dictionary:
-    entries = Dictionary()
-    for i in range(size - len(entries)):
-        entries.add_symbol(f"word{i}")
-    return entries
-
-
-SOURCE, TARGET = dictionary(300), dictionary(250)
-
-
-def parse(*arguments: str, arch: str = "transformer_tfixup"):
-    parser = options.get_training_parser()
-    return options.parse_args_and_arch(parser, ["data", "--user-dir", USER_DIR, "--arch", arch, *arguments])
-
-
-def build(*arguments: str, arch: str = "transformer_tfixup", target: Dictionary = TARGET):
-    args = parse(*(SMALL if arch == "transformer_tfixup" else ()), *arguments, arch=arch)
-    task = SimpleNamespace(source_dictionary=SOURCE, target_dictionary=target)
-    return models.build_model(convert_namespace_to_omegaconf(args).model, task)
+def build(*arguments: str, arch: str = "transformer_tfixup", target: Dictionary = TARGET) -> nn.Module:
+    return build_from_options(arch, *(SMALL if arch == "transformer_tfixup" else ()), *arguments, target=target)
 
 
 def check_law(model: nn.Module, encoder_layers: int = 3, decoder_layers: int = 2) -> None:
@@ -159,10 +136,8 @@ def test_options_that_cannot_hold_together(arguments, sentence):
 
 
 def test_unknown_gain_from_hydra_is_one_sentence():
-    config = OmegaConf.create({"_name": "transformer_tfixup", "tfixup_encoder_embedding_gain": "foo"})
-    task = SimpleNamespace(source_dictionary=SOURCE, target_dictionary=TARGET)
     with pytest.raises(ValueError, match="is 'embedding' or 'encoder', not 'foo'"):
-        models.build_model(config, task)
+        build_from_hydra("transformer_tfixup", tfixup_encoder_embedding_gain="foo")
 
 
 def test_kept_layers_set_the_depth():
@@ -213,7 +188,7 @@ def test_depth_scales_the_stream_as_the_law_says():
     ],
 )
 def test_named_architectures(arch, layers, sizes):
-    args = parse(arch=arch)
+    args = parse(arch)
     assert (args.encoder_layers, args.decoder_layers) == layers
     assert (args.encoder_embed_dim, args.encoder_ffn_embed_dim, args.encoder_attention_heads) == sizes
     assert (args.decoder_embed_dim, args.decoder_ffn_embed_dim, args.decoder_attention_heads) == sizes
@@ -224,17 +199,14 @@ def test_200_layers_follow_the_law_to_the_last():
 
 
 def test_named_architecture_yields_to_options():
-    args = parse("--encoder-layers", "12", "--tfixup-layer-norm", arch="transformer_tfixup_iwslt_de_en")
+    args = parse("transformer_tfixup_iwslt_de_en", "--encoder-layers", "12", "--tfixup-layer-norm")
     assert args.encoder_layers == 12
     assert args.decoder_layers == 6
     assert args.tfixup_layer_norm
 
 
 def test_closed_configuration_as_hydra_gives_it():
-    config = OmegaConf.create({"_name": "transformer_tfixup_iwslt_de_en", "encoder_layers": 2})
-    OmegaConf.set_struct(config, True)
-    task = SimpleNamespace(source_dictionary=SOURCE, target_dictionary=TARGET)
-    model = models.build_model(config, task)
+    model = build_from_hydra("transformer_tfixup_iwslt_de_en", encoder_layers=2)
     assert len(model.encoder.layers) == 2
     assert len(model.decoder.layers) == 6
     assert_no_layer_norm(model)

@@ -1,24 +1,20 @@
 """``--arch transformer_tfixup``: fairseq's Transformer with T-Fixup's initial weights and without LayerNorm."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model, register_model_architecture
-from fairseq.models.transformer import (
-    DEFAULT_MAX_SOURCE_POSITIONS,
-    DEFAULT_MAX_TARGET_POSITIONS,
-    DEFAULT_MIN_PARAMS_TO_WRAP,
-    TransformerModel,
-    base_architecture,
-    transformer_iwslt_de_en,
-    transformer_wmt_en_de_big,
-)
+from fairseq.models.transformer import transformer_iwslt_de_en, transformer_wmt_en_de_big
 
 from coldstart.blocks import remove_layer_norms_
-from coldstart.tfixup import embedding_gain, encoder_gain, tfixup_
+from coldstart.tfixup import depth_gain, embedding_gain, encoder_gain, tfixup_
 
 from .. import compat
+from .mimetic import MimeticConfig, make_mimetic, refuse_sharded, set_defaults
+from .transformer_mimetic import MimeticOptionsModel, set_transformer_defaults
 
 ENCODER_EMBEDDING_GAINS = {"embedding": embedding_gain, "encoder": encoder_gain}
 
@@ -39,7 +35,7 @@ class TFixupConfig(FairseqDataclass):
 
 
 @register_model("transformer_tfixup")
-class TFixupTransformerModel(TransformerModel):
+class TFixupTransformerModel(MimeticOptionsModel):
     """fairseq's ``transformer`` (all of its options apply) started by :func:`coldstart.tfixup.tfixup_`."""
 
     @classmethod
@@ -51,50 +47,50 @@ class TFixupTransformerModel(TransformerModel):
     def build_model(cls, args, task):
         """Build the model, without LayerNorm unless ``--tfixup-layer-norm``, and initialise it by depth.
 
-        A model that is only built to be loaded into keeps whatever weights fairseq gave it.
-
         Raises:
             ValueError: options that cannot hold together.
         """
-        check_options(args)
-        for option in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
-            kept = getattr(args, option)
-            if kept and not isinstance(kept, str):  # the parser makes a list, and fairseq's build_model splits a string
-                setattr(args, option, ",".join(map(str, kept)))
+        check_tfixup_options(args)
+        gain = args.tfixup_encoder_embedding_gain
+        if gain not in ENCODER_EMBEDDING_GAINS:
+            raise ValueError(f"--tfixup-encoder-embedding-gain is 'embedding' or 'encoder', not '{gain}'")
         model = super().build_model(args, task)
-        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-            raise ValueError(
-                "--ddp-backend fully_sharded shards the layers before T-Fixup can initialise them: "
-                "use --ddp-backend pytorch_ddp or legacy_ddp"
-            )
-        if not args.tfixup_layer_norm:
-            remove_layer_norms_(model)
-        if not compat.built_to_be_loaded():
-            loaded = {model.encoder: args.encoder_embed_path, model.decoder: args.decoder_embed_path}
-            tfixup_(
-                model,
-                encoder_embedding_gain=ENCODER_EMBEDDING_GAINS[args.tfixup_encoder_embedding_gain],
-                pretrained_embeddings=[side.embed_tokens for side, path in loaded.items() if path],
-            )
-        return model
+        loaded = {model.encoder: args.encoder_embed_path, model.decoder: args.decoder_embed_path}
+        fix_up(
+            model,
+            keep_layer_norm=args.tfixup_layer_norm,
+            encoder_embedding_gain=ENCODER_EMBEDDING_GAINS[gain],
+            pretrained_embeddings=[side.embed_tokens for side, path in loaded.items() if path],
+        )
+        return make_mimetic(model, args, vo_gain=depth_gain)
 
 
-def check_options(args) -> None:
+def fix_up(model: torch.nn.Module, *, keep_layer_norm: bool, **settings: Any) -> torch.nn.Module:
+    """Take LayerNorm out and initialise by depth; a model that will be loaded into keeps fairseq's weights.
+
+    Args:
+        settings: as :func:`coldstart.tfixup.tfixup_` has them.
+    """
+    refuse_sharded(model, "T-Fixup")
+    if not keep_layer_norm:
+        remove_layer_norms_(model)
+    if not compat.weights_will_be_read():
+        tfixup_(model, **settings)
+    return model
+
+
+def check_tfixup_options(args) -> None:
     """Refuse options that T-Fixup cannot follow.
 
     Raises:
         ValueError: one sentence that names the option and says what to do instead.
     """
     for option in ("encoder_layers", "decoder_layers"):
-        layers = getattr(args, option)
+        layers = getattr(args, option, 1)
         if layers < 1:
             raise ValueError(
                 f"--{option.replace('_', '-')} must be at least 1, as T-Fixup scales by depth, not {layers}"
             )
-    if args.tfixup_encoder_embedding_gain not in ENCODER_EMBEDDING_GAINS:
-        raise ValueError(
-            f"--tfixup-encoder-embedding-gain is 'embedding' or 'encoder', not '{args.tfixup_encoder_embedding_gain}'"
-        )
     if getattr(args, "base_layers", 0):
         raise ValueError("--base-layers has feed-forward experts that T-Fixup says nothing of: leave it out")
     if args.tfixup_layer_norm:
@@ -118,11 +114,8 @@ def transformer_tfixup(args):
     """fairseq's base Transformer: 6+6 layers, 512-2048-8."""
     args.tfixup_layer_norm = getattr(args, "tfixup_layer_norm", False)
     args.tfixup_encoder_embedding_gain = getattr(args, "tfixup_encoder_embedding_gain", "embedding")
-    # fairseq's build_model adds these three itself, which fails on the closed configuration that Hydra gives it.
-    args.max_source_positions = getattr(args, "max_source_positions", DEFAULT_MAX_SOURCE_POSITIONS)
-    args.max_target_positions = getattr(args, "max_target_positions", DEFAULT_MAX_TARGET_POSITIONS)
-    args.min_params_to_wrap = getattr(args, "min_params_to_wrap", DEFAULT_MIN_PARAMS_TO_WRAP)
-    base_architecture(args)
+    set_defaults(args, MimeticConfig())
+    set_transformer_defaults(args)
 
 
 @register_model_architecture("transformer_tfixup", "transformer_tfixup_iwslt_de_en")
