@@ -100,7 +100,7 @@ class Laboratory:
 
 def language(lab: Laboratory, args: argparse.Namespace) -> str:
     """Plain and mimetic with every seed, the rest with the first one."""
-    recipe = BROWN.shortened(args.updates)
+    recipe = BROWN.shortened(args.updates or 500)
     prepare(recipe, args.source)
     starts = dict.fromkeys(BOTH, args.seeds) | dict.fromkeys(ABLATIONS, args.seeds[:1])
     measured, rows = {}, []
@@ -199,7 +199,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What mimetic self-attention does for short trainings.")
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--source", type=Path, help="folder with Brown's archive, for no download")
-    parser.add_argument("--updates", type=int, help="default: 1000 (language), 600 (translation), 300 (depth)")
+    parser.add_argument("--updates", type=int, help="default: 500 (language), 600 (translation), 300 (depth)")
     parser.add_argument("--layers", nargs="+", type=int, default=[6, 24, 48], help="of depth")
     parser.add_argument("--lr", default="2e-3", help="of depth")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="SEED")

@@ -230,7 +230,7 @@ BROWN = Recipe(
     decay_period=None,
     warmup_updates=100,
     updates=1000,
-    save_every=200,
+    save_every=100,
     log_every=20,
     training=(
         *text_at("word", 128),
