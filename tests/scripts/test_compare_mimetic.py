@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import benchmark_binarise
 import benchmark_mimetic
 import compare_mimetic
 import plot_attention
@@ -129,3 +130,7 @@ def test_benchmark_of_the_initialisation():
     size, ours, book, ratio = benchmark_mimetic.measure(benchmark_mimetic.parse_size("16x4x2"), 6)
     assert size == "16 / 2 (4 heads)"
     assert all(float(number) >= 0 for number in (ours, book, ratio))
+
+
+def test_benchmark_of_the_binary_files(text):
+    assert "| 0 MB, 1 workers |" in benchmark_binarise.benchmark(text, copies=1, workers=[1], rounds=1)
