@@ -262,6 +262,8 @@ def draw_stability(curves: dict[tuple[str, str], list[float | None]], lrs: list[
             colour = COLOURS[labels.index(label)]
             axes.plot(lrs, values, style, marker="o", color=colour, label=f"{label}, beta2 {beta2}")
         axes.set_xscale("log")
+        axes.set_xticks(lrs, [f"{lr:g}" for lr in lrs])
+        axes.set_xticks([], minor=True)
         axes.set_xlabel("learning rate")
         axes.set_ylabel("loss (bits per token)")
         axes.set_title(title, loc="left", fontsize=11)
