@@ -14,9 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["Attention", "FeedForward", "Layer", "NoNorm", "Stack", "find_stacks", "layer_norms", "remove_layer_norms_"]
+__all__ = [
+    "Attention",
+    "Branch",
+    "FeedForward",
+    "Layer",
+    "NoNorm",
+    "Stack",
+    "WeightedResidual",
+    "find_stacks",
+    "layer_norms",
+    "remove_layer_norms_",
+    "weigh_residuals_",
+    "weighted_residuals",
+]
 
 
 @dataclass(frozen=True)
@@ -61,12 +75,32 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer: a self-attention, in a decoder perhaps a cross-attention, and a feed-forward block."""
+class Branch:
+    """One residual branch, as the modules that compute it.
 
+    Attributes:
+        kind: "self-attention", "cross-attention" or "feed-forward".
+        modules: paths in the model, in the order in which the modules are called. The first input of the first is the
+            residual stream; the output of the last, or the first of its outputs, is what joins the stream.
+    """
+
+    kind: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: a self-attention, in a decoder perhaps a cross-attention, and a feed-forward block.
+
+    ``name`` is its path in the model; ``branches`` are the same blocks in the order of the forward pass. The layer's
+    output, or the first of its outputs, is the residual stream.
+    """
+
+    name: str
     self_attention: Attention
     cross_attention: Attention | None
     feed_forward: FeedForward
+    branches: tuple[Branch, ...]
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
@@ -170,6 +204,62 @@ def remove_layer_norms_(module: nn.Module) -> nn.Module:
     return module
 
 
+class WeightedResidual(nn.Module):
+    """The sum of a residual branch and the LayerNorm after it: ``norm(skip_weight * x + f(x))``.
+
+    Attributes:
+        norm: the LayerNorm.
+        skip_weight: the weight of ``x``: a scalar, or an entry for each feature. A parameter is trained; any other
+            tensor is not, but is saved like one, as layers may be loaded into a model of fewer.
+    """
+
+    def __init__(self, norm: nn.Module, skip_weight: Tensor) -> None:
+        super().__init__()
+        self.norm = norm
+        if isinstance(skip_weight, nn.Parameter):
+            self.skip_weight = skip_weight
+        else:
+            self.register_buffer("skip_weight", skip_weight)
+
+    def forward(self, summands):
+        """``(f(x), x)``: a pair or, in TorchScript, one tensor of both."""
+        return self.norm(torch.addcmul(summands[0], self.skip_weight, summands[1]))
+
+
+def weigh_residuals_(model: nn.Module, stack: Stack, skip_weight: Callable[[], Tensor]) -> list[WeightedResidual]:
+    """Give the skip connections of a stack of Post-LN layers a weight, in place: ``norm(weight * x + f(x))``.
+
+    Args:
+        model: the module in which the stack was found.
+        stack: of fairseq's layers: those of other libraries sum where nothing can come between.
+        skip_weight: makes the weight of one branch: a scalar, or ``(d,)``; a parameter where it is to be trained.
+
+    Returns:
+        What stands in the places of the LayerNorms, in the order of the forward pass.
+
+    Raises:
+        ValueError: a layer is of another library, or normalises before its branches, or has weights already.
+    """
+    for layer in _modules_of(model, stack):
+        for name in _norms_after_branches(layer):
+            norm = getattr(layer, name)
+            if isinstance(norm, WeightedResidual):
+                raise ValueError(f"the residual connections of {stack.name or 'the model'} have weights already")
+            setattr(layer, name, WeightedResidual(norm, skip_weight()))
+        layer.residual_connection = _leave_the_sum_to_the_norm
+    return weighted_residuals(model, stack)
+
+
+def weighted_residuals(model: nn.Module, stack: Stack) -> list[WeightedResidual]:
+    """Every :class:`WeightedResidual` of a stack, in the order of the forward pass."""
+    norms = (getattr(layer, name) for layer in _modules_of(model, stack) for name in _norms_after_branches(layer))
+    return [norm for norm in norms if isinstance(norm, WeightedResidual)]
+
+
+def _modules_of(model: nn.Module, stack: Stack) -> list[nn.Module]:
+    return [model.get_submodule(layer.name) for layer in stack.layers]
+
+
 def _layer_containers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
     """Yield (owner's path, owner, container's path, container) for every container of Transformer layers."""
     owners = {child: (name, owner) for name, owner in model.named_modules() for child in owner.children()}
@@ -218,7 +308,14 @@ def _adapter(module: nn.Module) -> Callable[[str, nn.Module], Layer] | None:
 
 def _fairseq_layer(path: str, layer: nn.Module) -> Layer:
     cross = getattr(layer, "encoder_attn", None)
+    names = {
+        "self-attention": ("self_attn_layer_norm", "self_attn", "attn_ln"),
+        "cross-attention": ("encoder_attn_layer_norm", "encoder_attn"),
+        "feed-forward": ("final_layer_norm", "fc1", "ffn_layernorm", "fc2"),
+    }
     return Layer(
+        name=path,
+        branches=_branches(path, layer, names, norm_first=_norm_first(layer)),
         self_attention=_fairseq_attention(f"{path}.self_attn", layer.self_attn),
         cross_attention=None if cross is None else _fairseq_attention(f"{path}.encoder_attn", cross),
         feed_forward=_feed_forward(path, layer.fc1, layer.fc2),
@@ -232,6 +329,30 @@ def _fairseq_attention(path: str, attention: nn.Module) -> Attention:
     query_key = _present(query_bias, key_bias, attention.bias_k)
     value_output = _present(value_bias, output_bias, attention.bias_v)
     return Attention(path, attention.num_heads, query, key, value, output, query_key, value_output)
+
+
+def _norms_after_branches(layer: nn.Module) -> list[str]:
+    """The attribute names of the LayerNorms of a Post-LN layer, one after each branch, in the order of the branches."""
+    if not hasattr(layer, "residual_connection"):
+        raise ValueError(
+            f"{type(layer).__name__} sums its branches where no weight can come between: "
+            "residual weights need fairseq's layers"
+        )
+    if layer.normalize_before:
+        raise ValueError(
+            f"{type(layer).__name__} normalises before its branches (Pre-LN), but residual weights are for Post-LN"
+        )
+    names = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
+    return [name for name in names if getattr(layer, name, None) is not None]
+
+
+def _leave_the_sum_to_the_norm(x, residual):
+    """In the place of fairseq's ``residual_connection``, which a layer calls for all of its branches alike: the
+    LayerNorm that comes next is the branch's own."""
+    if torch.jit.is_scripting():
+        return torch.stack((x, residual))
+    else:  # TorchScript, where a name has one type, compiles the other branch alone
+        return x, residual
 
 
 def _embeddings(embed_tokens: nn.Module | None) -> Iterator[nn.Embedding]:
@@ -254,7 +375,14 @@ def _projections(owner: nn.Module) -> Iterator[Tensor]:
 
 def _torch_layer(path: str, layer: nn.Module) -> Layer:
     cross = getattr(layer, "multihead_attn", None)
+    names = {
+        "self-attention": ("norm1", "self_attn"),
+        "cross-attention": () if cross is None else ("norm2", "multihead_attn"),
+        "feed-forward": ("norm2" if cross is None else "norm3", "linear1", "linear2"),
+    }
     return Layer(
+        name=path,
+        branches=_branches(path, layer, names, norm_first=_norm_first(layer)),
         self_attention=_torch_attention(f"{path}.self_attn", layer.self_attn),
         cross_attention=None if cross is None else _torch_attention(f"{path}.multihead_attn", cross),
         feed_forward=_feed_forward(path, layer.linear1, layer.linear2),
@@ -287,7 +415,14 @@ def _timm_layer(path: str, layer: nn.Module) -> Layer:
     output = attention.proj
     query_key, value_output = _present(query_bias, key_bias), _present(value_bias, output.bias)
     weights = (query, key, value, output.weight)
+    post = type(layer).__name__.startswith("ResPost")  # normalises the branch, not what goes into it
+    names = {
+        "self-attention": ("attn", "norm1") if post else ("norm1", "attn", "ls1"),
+        "feed-forward": ("mlp", "norm2") if post else ("norm2", "mlp", "ls2"),
+    }
     return Layer(
+        name=path,
+        branches=_branches(path, layer, names, norm_first=True),
         self_attention=Attention(f"{path}.attn", attention.num_heads, *weights, query_key, value_output),
         cross_attention=None,
         feed_forward=_feed_forward(f"{path}.mlp", layer.mlp.fc1, layer.mlp.fc2),
@@ -295,6 +430,25 @@ def _timm_layer(path: str, layer: nn.Module) -> Layer:
 
 
 # --- what they share ---
+
+
+def _norm_first(layer: nn.Module) -> bool:
+    """Whether a layer is Pre-LN, as fairseq's Transformer, its wav2vec 2.0 and torch.nn call it; Post-LN otherwise."""
+    return any(getattr(layer, name, False) for name in ("normalize_before", "layer_norm_first", "norm_first"))
+
+
+def _branches(
+    path: str, layer: nn.Module, names: dict[str, tuple[str, ...]], *, norm_first: bool
+) -> tuple[Branch, ...]:
+    """One branch for each kind, of the modules that the layer has; the first name is a norm, which belongs to the
+    branch where it is ``norm_first``, and otherwise comes after the sum."""
+    branches = []
+    for kind, modules in names.items():
+        called = modules if norm_first else modules[1:]
+        present = tuple(f"{path}.{name}" for name in called if getattr(layer, name, None) is not None)
+        if present:
+            branches.append(Branch(kind, present))
+    return tuple(branches)
 
 
 def _thirds(bias: Tensor | None) -> tuple[Tensor | None, ...]:

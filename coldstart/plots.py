@@ -61,10 +61,6 @@ def draw(scales: Scales, title: str = "Learned scales") -> Figure:
         ImportError: matplotlib is not installed; the sentence says what to type.
         ValueError: there are no scales.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("matplotlib is not installed; run: pip install 'coldstart[plots]'") from None
     parameters = _parameters(scales)
     sections = [(0.3 + sum(_rows(parameters)[1]), _draw_scales)]
     if scales.statistics is not None:
@@ -72,8 +68,7 @@ def draw(scales: Scales, title: str = "Learned scales") -> Figure:
     if scales.history:
         sections.append((3.4, _draw_history))
     heights = [0.8, *(height for height, _ in sections)]
-    figure = Figure(figsize=(13, sum(heights)), dpi=120, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.09)
+    figure = empty_figure(13, sum(heights))
     header, *places = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     header.text(0.012, 0.68, title, fontsize=15, weight="bold", color=INK, va="center")
     given = {name: scales.settings.get(name) for name in ("optimizer", "eta", "gamma", "lr", "iterations")}
@@ -82,6 +77,21 @@ def draw(scales: Scales, title: str = "Learned scales") -> Figure:
     header.text(0.012, 0.22, settings, fontsize=10, color=INK, va="center")
     for place, (_, draw_section) in zip(places, sections, strict=True):
         draw_section(place, scales, parameters)
+    return figure
+
+
+def empty_figure(width: float, height: float) -> Figure:
+    """A figure without axes, of a size in inches.
+
+    Raises:
+        ImportError: matplotlib is not installed; the sentence says what to type.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("matplotlib is not installed; run: pip install 'coldstart[plots]'") from None
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.09)
     return figure
 
 
@@ -157,7 +167,7 @@ def _draw_scales(figure: SubFigure, scales: Scales, parameters: Sequence[_Parame
     widths.append(0.4 * sum(widths) or 1)
     grid = figure.add_gridspec(len(heights), len(widths), width_ratios=widths, height_ratios=heights)
     for index, (row, members) in enumerate(rows.items()):
-        limits = _limits([0.8, 1.25, *(p.scale for p in members)])
+        limits = log_limits([0.8, 1.25, *(p.scale for p in members)])
         for column, (stack, (first, last)) in enumerate(zip(stacks, spans, strict=True)):
             axes = figure.add_subplot(grid[index, column])
             _draw_lines(axes, [p for p in members if p.place.stack == stack], limits)
@@ -166,7 +176,7 @@ def _draw_scales(figure: SubFigure, scales: Scales, parameters: Sequence[_Parame
             axes.locator_params(axis="x", integer=True, nbins=10)
             axes.tick_params(labelleft=column == 0, labelbottom=bottom)
             labels = {"xlabel": "layer" if bottom else "", "ylabel": "" if column else f"{row} scale"}
-            _finish(axes, "" if index else title, **labels)
+            finish(axes, "" if index else title, **labels)
         if row != "bias":
             _legend(figure.add_subplot(grid[index, -1]), members)
     if apart:
@@ -181,7 +191,7 @@ def _draw_lines(axes: Axes, members: Sequence[_Parameter], limits: tuple[float, 
     if any(p.scale < foot for p in members):
         axes.annotate("at the foot: 0", (0.015, 0.05), xycoords="axes fraction", fontsize=8, color=INK)
     axes.axhline(1, color=INK, linewidth=0.8, zorder=0)
-    _log_axis(axes, "y", limits)
+    log_axis(axes, "y", limits)
 
 
 def _legend(axes: Axes, members: Iterable[_Parameter]) -> None:
@@ -195,7 +205,7 @@ def _legend(axes: Axes, members: Iterable[_Parameter]) -> None:
 
 def _draw_apart(axes: Axes, apart: Sequence[_Parameter]) -> None:
     """The scales of parameters in no layer, one below the other with their names."""
-    limits = _limits([0.8, 1.25, *(p.scale for p in apart)])
+    limits = log_limits([0.8, 1.25, *(p.scale for p in apart)])
     for position, parameter in enumerate(apart):
         alpha = 0.5 if parameter.bias else 1
         value = max(parameter.scale, limits[0])
@@ -208,8 +218,8 @@ def _draw_apart(axes: Axes, apart: Sequence[_Parameter]) -> None:
     axes.axvline(1, color=INK, linewidth=0.8, zorder=0)
     axes.set_ylim(len(apart) - 0.4, -0.9)
     axes.set_yticks([])
-    _log_axis(axes, "x", limits)
-    _finish(axes, APART, xlabel="scale")
+    log_axis(axes, "x", limits)
+    finish(axes, APART, xlabel="scale")
     axes.spines["left"].set_visible(False)
 
 
@@ -227,8 +237,8 @@ def _draw_statistics(figure: SubFigure, scales: Scales, parameters: Sequence[_Pa
     norms, variances = figure.subplots(2, 1, sharex=True)
     _draw_before_and_after(norms, parameters, x, statistics.weight_norm, norm_after)
     _draw_before_and_after(variances, parameters, x, statistics.variance_before, statistics.variance_after)
-    _finish(norms, "Size of each parameter", pad=24, ylabel="Frobenius norm", xlim=(-2, end))
-    _finish(variances, "How much the gradient of each parameter differs between batches", ylabel="gradient variance")
+    finish(norms, "Size of each parameter", pad=24, ylabel="Frobenius norm", xlim=(-2, end))
+    finish(variances, "How much the gradient of each parameter differs between batches", ylabel="gradient variance")
     few = slice(None, None, math.ceil(len(runs) / 70))  # of so many labels one is legible
     variances.set_xticks([sum(span) / 2 for span in spans[few]], [run[0].label for run in runs[few]])
     variances.tick_params(axis="x", rotation=90, labelsize=8, length=0)
@@ -268,8 +278,8 @@ def _draw_before_and_after(
     """Two dots for each parameter, with a line from one to the other; what is too low for the axis is at its foot."""
     of_weights = [figures[p.name] for p in parameters if not p.bias for figures in (before, after)]
     values = [*before.values(), *after.values()]
-    lowest = _limits(of_weights or values)[0] / 20  # the gradient of a key's bias is nothing but rounding
-    limits = _limits(value for value in values if value > lowest)
+    lowest = log_limits(of_weights or values)[0] / 20  # the gradient of a key's bias is nothing but rounding
+    limits = log_limits(value for value in values if value > lowest)
     for bias, alpha, size in ((True, 0.4, 2.2), (False, 1, 3.8)):
         names = [p.name for p in parameters if p.bias == bias]
         at = [x[name] for name in names]
@@ -278,7 +288,7 @@ def _draw_before_and_after(
         for dots, colour in ((low, GREY), (high, BLUE)):
             style = {"color": colour, "alpha": alpha, "markersize": size, "markeredgewidth": 0}
             axes.plot(at, dots, "o", clip_on=False, in_layout=False, **style)
-    _log_axis(axes, "y", limits)
+    log_axis(axes, "y", limits)
 
 
 def _draw_history(figure: SubFigure, scales: Scales, _: Sequence[_Parameter]) -> None:
@@ -299,18 +309,18 @@ def _draw_history(figure: SubFigure, scales: Scales, _: Sequence[_Parameter]) ->
         if dots:
             size = 14 if len(history) <= 400 else 6
             axes.scatter(dots.keys(), dots.values(), s=size, color=colour, linewidths=0, label=label)
-    _log_axis(left, "y", _limits([*norms.values(), gamma]))
+    log_axis(left, "y", log_limits([*norms.values(), gamma]))
     if gamma > 0:
         left.axhline(gamma, color=INK, linewidth=1, linestyle=DASHED, label=f"gamma = {gamma:g}")
-    _finish(left, "Gradient norm, and what each iteration did", ylabel="gradient norm")
-    _finish(right, "Loss before and after the optimiser's first step", ylabel="loss")
+    finish(left, "Gradient norm, and what each iteration did", ylabel="gradient norm")
+    finish(right, "Loss before and after the optimiser's first step", ylabel="loss")
     for axes in (left, right):
         axes.set(xlabel="iteration", xlim=(0, len(history) + 1))
         axes.locator_params(axis="x", integer=True)
         axes.legend(frameon=False, fontsize=9)
 
 
-def _limits(values: Iterable[float]) -> tuple[float, float]:
+def log_limits(values: Iterable[float]) -> tuple[float, float]:
     """Ends of a logarithmic axis for the positive ones of the values."""
     positive = [value for value in values if value > 0] or [0.1, 10]
     low, high = min(positive), max(positive)
@@ -318,7 +328,7 @@ def _limits(values: Iterable[float]) -> tuple[float, float]:
     return low / margin, high * margin
 
 
-def _log_axis(axes: Axes, axis: str, limits: tuple[float, float]) -> None:
+def log_axis(axes: Axes, axis: str, limits: tuple[float, float]) -> None:
     """A logarithmic axis; one of few decades has plain numbers, as 10^0 alone would say nothing."""
     from matplotlib import ticker
 
@@ -332,7 +342,8 @@ def _log_axis(axes: Axes, axis: str, limits: tuple[float, float]) -> None:
         line.set_minor_locator(ticker.NullLocator())
 
 
-def _finish(axes: Axes, title: str, pad: float | None = None, **properties: Any) -> None:
+def finish(axes: Axes, title: str, pad: float | None = None, **properties: Any) -> None:
+    """Title, labels and the look that all panels share."""
     axes.set(**properties)
     axes.set_title(title, loc="left", fontsize=11, weight="bold", color=INK, pad=pad)
     axes.grid(alpha=0.25)

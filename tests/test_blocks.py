@@ -81,3 +81,48 @@ def test_removed_layer_norm_leaves_nothing_and_computes_plain_residuals(training
         expected = expected + layer.self_attn(expected, expected, expected)[0]
         expected = expected + layer.linear2(torch.relu(layer.linear1(expected)))
     torch.testing.assert_close(model(x), expected)
+
+
+def branches_of(model):
+    return [[(branch.kind, branch.modules) for branch in layer.branches] for layer in find_stacks(model)[-1].layers]
+
+
+def test_branches_are_the_modules_called_between_two_places_of_the_stream():
+    post, pre = (nn.TransformerDecoderLayer(16, 2, 32, norm_first=norm_first) for norm_first in (False, True))
+    assert branches_of(nn.ModuleList([post, pre])) == [
+        [
+            ("self-attention", ("0.self_attn",)),
+            ("cross-attention", ("0.multihead_attn",)),
+            ("feed-forward", ("0.linear1", "0.linear2")),
+        ],
+        [
+            ("self-attention", ("1.norm1", "1.self_attn")),
+            ("cross-attention", ("1.norm2", "1.multihead_attn")),
+            ("feed-forward", ("1.norm3", "1.linear1", "1.linear2")),
+        ],
+    ]
+    encoder = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32, norm_first=True)])
+    feed_forward = ("feed-forward", ("0.norm2", "0.linear1", "0.linear2"))
+    assert branches_of(encoder) == [[("self-attention", ("0.norm1", "0.self_attn")), feed_forward]]
+
+
+class Block(nn.Module):
+    """timm's Pre-LN block, by its names."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn, self.ls1 = nn.LayerNorm(4), nn.Module(), nn.Identity()
+        self.norm2, self.mlp, self.ls2 = nn.LayerNorm(4), nn.Module(), nn.Identity()
+        self.attn.num_heads, self.attn.qkv, self.attn.proj = 1, nn.Linear(4, 12), nn.Linear(4, 4)
+        self.mlp.fc1, self.mlp.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+
+class ResPostBlock(Block):
+    """timm's block that normalises its branches."""
+
+
+def test_branches_of_timm_end_behind_what_scales_or_normalises_them():
+    assert branches_of(nn.Sequential(Block(), ResPostBlock())) == [
+        [("self-attention", ("0.norm1", "0.attn", "0.ls1")), ("feed-forward", ("0.norm2", "0.mlp", "0.ls2"))],
+        [("self-attention", ("1.attn", "1.norm1")), ("feed-forward", ("1.mlp", "1.norm2"))],
+    ]

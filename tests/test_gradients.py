@@ -120,6 +120,17 @@ def test_gradient_of_tied_frozen_repeated_and_unused_parameters(sparse):
     assert_close(gradients, [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in parameters])
 
 
+def test_value_is_the_loss_without_graph():
+    model, tokens = Language().double(), torch.randint(7, (6, 4))
+    before, loss = snapshot(model), TrainingLoss(model, mean_square)
+    value = loss.value(scaled(model, 0.5), tokens)
+    assert_untouched(model, before)
+    assert value == loss.gradient(scaled(model, 0.5), tokens)[0]
+    assert not value.requires_grad
+    with pytest.raises(ValueError, match="must return a scalar tensor"):
+        TrainingLoss(model, lambda model, tokens: model(tokens)).value(scaled(model), tokens)
+
+
 def test_norms_use_the_batch_and_keep_their_running_statistics():
     model, images = Images().double(), torch.randn(6, 1, 4, 4, dtype=torch.float64)
     reference = copy.deepcopy(model)

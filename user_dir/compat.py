@@ -566,6 +566,33 @@ def give_resumed_tasks_their_state() -> None:
             checkpoint_utils.load_checkpoint_to_cpu = read
 
 
+def show_fresh_models_training_data() -> None:
+    """Symptom: none; a model that is initialised by training data gets to see none before the float32 copies of an
+    fp16 optimiser, and the moving average of the weights, are made.
+
+    Since: always.
+    Remedy: before that, ``model.see_training_data(batches)`` if ``model.wants_training_data``, with the batches of the
+    first epoch, the same on every process. A model can tell by a hook that it was loaded, and then wants none.
+    """
+
+    @_wrap(trainer.Trainer, "get_train_iterator")
+    def get_train_iterator(original: Callable, self: trainer.Trainer, *args, **kwargs) -> Any:
+        model = self.get_model()
+        wanted = getattr(model, "wants_training_data", False) and self._optimizer is None
+        if wanted and self.is_fsdp:
+            raise ValueError(
+                "--ddp-backend fully_sharded shards the weights before the model can be initialised by training data: "
+                "use --ddp-backend pytorch_ddp or legacy_ddp"
+            )
+        iterator = original(self, *args, **kwargs)
+        if wanted:
+            apart = {"load_dataset": False, "shard_batch_itr": False, "disable_iterator_cache": True}
+            batches = original(self, *args, **kwargs | apart)
+            batches.num_workers = batches.buffer_size = 0
+            model.see_training_data(self._prepare_sample(batch)[0] for batch in batches.next_epoch_itr())
+        return iterator
+
+
 _applied = False
 
 
@@ -592,4 +619,5 @@ def apply() -> None:
     give_both_attention_masks_one_type()
     break_text_at_line_ends()
     give_resumed_tasks_their_state()
+    show_fresh_models_training_data()
     _applied = True

@@ -36,7 +36,8 @@ class MimeticConfig(FairseqDataclass):
         default=NONE,
         metadata={
             "help": "A,B: self-attention starts with W_V W_proj^T near A Z - B I; 'none' leaves values and output as "
-            "they are. The paper has 0.2,0.2 for language, 0.4,0.4 for vision. T-Fixup multiplies both by its gain"
+            "they are. The paper has 0.2,0.2 for language, 0.4,0.4 for vision. T-Fixup and DeepNorm multiply both "
+            "by their gain"
         },
     )
     mimetic_vo_sign: int = field(default=-1, metadata={"help": "sign of the identity of --mimetic-vo: -1, or 1"})
