@@ -116,12 +116,13 @@ def language(lab: Laboratory, args: argparse.Namespace) -> str:
 
 def translation(lab: Laboratory, args: argparse.Namespace) -> str:
     """With LayerNorm, after and before each block, and without it; plain and mimetic."""
+    updates = args.updates or 300
     recipe = replace(
         G2P,
         name="cmudict-6+6",
         model=(*model_options(64, 128, 4, 6, 6), G2P.model[-1]),
-        warmup_updates=300,
-        updates=args.updates or 600,
+        warmup_updates=updates // 2,  # the best length in the study `warmup` of compare_gradinit.py
+        updates=updates,
         save_every=100,
         training=("--criterion=cross_entropy", "--dropout=0", "--max-tokens=1024", "--num-workers=0"),
     )
@@ -199,7 +200,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What mimetic self-attention does for short trainings.")
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--source", type=Path, help="folder with Brown's archive, for no download")
-    parser.add_argument("--updates", type=int, help="default: 500 (language), 600 (translation), 300 (depth)")
+    parser.add_argument("--updates", type=int, help="default: 500 (language), 300 (translation), 300 (depth)")
     parser.add_argument("--layers", nargs="+", type=int, default=[6, 24, 48], help="of depth")
     parser.add_argument("--lr", default="2e-3", help="of depth")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], metavar="SEED")
