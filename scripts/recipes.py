@@ -34,6 +34,11 @@ def smoothed(dropout: float, max_tokens: int) -> Options:
     return (*criterion, f"--dropout={dropout:g}", f"--max-tokens={max_tokens}", "--num-workers=0")
 
 
+def unsmoothed(dropout: float, max_tokens: int) -> Options:
+    """Training on the plain likelihood with batches of at most `max_tokens` tokens."""
+    return ("--criterion=cross_entropy", f"--dropout={dropout:g}", f"--max-tokens={max_tokens}", "--num-workers=0")
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to start a Transformer: its architecture and what it does with the learning rate at first."""
@@ -232,13 +237,7 @@ BROWN = Recipe(
     updates=1000,
     save_every=100,
     log_every=20,
-    training=(
-        *text_at("word", 128),
-        "--criterion=cross_entropy",
-        "--dropout=0.1",
-        "--max-tokens=1024",
-        "--num-workers=0",
-    ),
+    training=(*text_at("word", 128), *unsmoothed(dropout=0.1, max_tokens=1024)),
     decoding=(*text_at("word", 128), "--context-window=64", "--max-tokens=1024"),
 )
 
@@ -246,13 +245,7 @@ BROWN_CHARACTERS = replace(
     BROWN,
     name="brown_characters",
     model=decoder_options(width=96, feed_forward=384, heads=4, layers=6),
-    training=(
-        *text_at("char", 256),
-        "--criterion=cross_entropy",
-        "--dropout=0.1",
-        "--max-tokens=2048",
-        "--num-workers=0",
-    ),
+    training=(*text_at("char", 256), *unsmoothed(dropout=0.1, max_tokens=2048)),
     decoding=(*text_at("char", 256), "--context-window=128", "--max-tokens=2048"),
 )
 

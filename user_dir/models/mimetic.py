@@ -62,7 +62,7 @@ MimeticLanguageConfig = with_defaults(
 )
 
 
-def set_defaults(args: Any, config: MimeticConfig) -> None:
+def set_defaults(args: Any, config: FairseqDataclass) -> None:
     """Fill in what the command line does not give, for architectures without a dataclass."""
     for name, default in vars(config).items():
         if name != "_name":

@@ -97,4 +97,4 @@ def refuse_gradinit(task: FairseqTask) -> None:
         )
 
 
-register_sizes("transformer_admin")
+register_sizes("transformer_admin", MimeticConfig())

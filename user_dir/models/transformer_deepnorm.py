@@ -76,4 +76,4 @@ def check_post_ln_options(args: Any, law: str) -> None:
             raise ValueError(f"--{option.replace('_', '-')} must be at least 1 for {law}, not {layers}")
 
 
-register_sizes("transformer_deepnorm")
+register_sizes("transformer_deepnorm", MimeticConfig())

@@ -1,18 +1,11 @@
 """``--arch transformer_mimetic``: fairseq's Transformer with mimetic self-attention."""
 
 from fairseq.dataclass.utils import gen_parser_from_dataclass
-from fairseq.models import register_model, register_model_architecture
-from fairseq.models.transformer import (
-    DEFAULT_MAX_SOURCE_POSITIONS,
-    DEFAULT_MAX_TARGET_POSITIONS,
-    DEFAULT_MIN_PARAMS_TO_WRAP,
-    TransformerModel,
-    base_architecture,
-    transformer_iwslt_de_en,
-    transformer_wmt_en_de_big,
-)
+from fairseq.models import register_model
+from fairseq.models.transformer import TransformerModel
 
-from .mimetic import MimeticConfig, MimeticLanguageConfig, check_mimetic_options, make_mimetic, set_defaults
+from .mimetic import MimeticConfig, MimeticLanguageConfig, check_mimetic_options, make_mimetic
+from .sizes import register_sizes
 
 
 class MimeticOptionsModel(TransformerModel):
@@ -38,15 +31,6 @@ class MimeticOptionsModel(TransformerModel):
         return super().build_model(args, task)
 
 
-def set_transformer_defaults(args) -> None:
-    """fairseq's base Transformer: 6+6 layers, 512-2048-8."""
-    # fairseq's build_model adds these three itself, which fails on the closed configuration that Hydra gives it.
-    args.max_source_positions = getattr(args, "max_source_positions", DEFAULT_MAX_SOURCE_POSITIONS)
-    args.max_target_positions = getattr(args, "max_target_positions", DEFAULT_MAX_TARGET_POSITIONS)
-    args.min_params_to_wrap = getattr(args, "min_params_to_wrap", DEFAULT_MIN_PARAMS_TO_WRAP)
-    base_architecture(args)
-
-
 @register_model("transformer_mimetic")
 class MimeticTransformerModel(MimeticOptionsModel):
     """fairseq's ``transformer`` (all of its options apply) started by :func:`coldstart.mimetic.mimetic_`."""
@@ -57,28 +41,4 @@ class MimeticTransformerModel(MimeticOptionsModel):
         return make_mimetic(super().build_model(args, task), args)
 
 
-@register_model_architecture("transformer_mimetic", "transformer_mimetic")
-def transformer_mimetic(args):
-    """fairseq's base Transformer, 6+6 layers, 512-2048-8, with the paper's shares for language."""
-    set_defaults(args, MimeticLanguageConfig())
-    set_transformer_defaults(args)
-
-
-@register_model_architecture("transformer_mimetic", "transformer_mimetic_iwslt_de_en")
-def transformer_mimetic_iwslt_de_en(args):
-    """fairseq's small model for IWSLT'14: 6+6 layers, 512-1024-4."""
-    transformer_iwslt_de_en(args)
-    transformer_mimetic(args)
-
-
-@register_model_architecture("transformer_mimetic", "transformer_mimetic_wmt_en_de")
-def transformer_mimetic_wmt_en_de(args):
-    """fairseq's base model for WMT: 6+6 layers, 512-2048-8."""
-    transformer_mimetic(args)
-
-
-@register_model_architecture("transformer_mimetic", "transformer_mimetic_wmt_en_de_big")
-def transformer_mimetic_wmt_en_de_big(args):
-    """fairseq's big model for WMT: 6+6 layers, 1024-4096-16."""
-    transformer_wmt_en_de_big(args)
-    transformer_mimetic(args)
+register_sizes("transformer_mimetic", MimeticLanguageConfig())

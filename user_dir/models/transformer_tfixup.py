@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
-from fairseq.models import register_model, register_model_architecture
-from fairseq.models.transformer import transformer_iwslt_de_en, transformer_wmt_en_de_big
+from fairseq.models import register_model
 
 from coldstart.blocks import remove_layer_norms_
 from coldstart.tfixup import depth_gain, embedding_gain, encoder_gain, tfixup_
 
 from .. import compat
-from .mimetic import MimeticConfig, make_mimetic, refuse_sharded, set_defaults
-from .transformer_mimetic import MimeticOptionsModel, set_transformer_defaults
+from .mimetic import MimeticConfig, make_mimetic, refuse_sharded
+from .sizes import register_sizes
+from .transformer_mimetic import MimeticOptionsModel
 
 ENCODER_EMBEDDING_GAINS = {"embedding": embedding_gain, "encoder": encoder_gain}
 
@@ -109,42 +109,4 @@ def check_tfixup_options(args) -> None:
             )
 
 
-@register_model_architecture("transformer_tfixup", "transformer_tfixup")
-def transformer_tfixup(args):
-    """fairseq's base Transformer: 6+6 layers, 512-2048-8."""
-    args.tfixup_layer_norm = getattr(args, "tfixup_layer_norm", False)
-    args.tfixup_encoder_embedding_gain = getattr(args, "tfixup_encoder_embedding_gain", "embedding")
-    set_defaults(args, MimeticConfig())
-    set_transformer_defaults(args)
-
-
-@register_model_architecture("transformer_tfixup", "transformer_tfixup_iwslt_de_en")
-def transformer_tfixup_iwslt_de_en(args):
-    """The paper's small model for IWSLT'14: 6+6 layers, 512-1024-4."""
-    transformer_iwslt_de_en(args)
-    transformer_tfixup(args)
-
-
-@register_model_architecture("transformer_tfixup", "transformer_tfixup_wmt_en_de")
-def transformer_tfixup_wmt_en_de(args):
-    """fairseq's base model for WMT: 6+6 layers, 512-2048-8."""
-    transformer_tfixup(args)
-
-
-@register_model_architecture("transformer_tfixup", "transformer_tfixup_wmt_en_de_big")
-def transformer_tfixup_wmt_en_de_big(args):
-    """fairseq's big model for WMT: 6+6 layers, 1024-4096-16."""
-    transformer_wmt_en_de_big(args)
-    transformer_tfixup(args)
-
-
-@register_model_architecture("transformer_tfixup", "transformer_tfixup_200l")
-def transformer_tfixup_200l(args):
-    """200+200 layers, more than a thousand residual branches: 64-128-2, narrow enough for one device."""
-    args.encoder_layers = getattr(args, "encoder_layers", 200)
-    args.decoder_layers = getattr(args, "decoder_layers", 200)
-    args.encoder_embed_dim = getattr(args, "encoder_embed_dim", 64)
-    args.encoder_ffn_embed_dim = getattr(args, "encoder_ffn_embed_dim", 128)
-    args.encoder_attention_heads = getattr(args, "encoder_attention_heads", 2)
-    args.decoder_attention_heads = getattr(args, "decoder_attention_heads", 2)
-    transformer_tfixup(args)
+register_sizes("transformer_tfixup", MimeticConfig(), TFixupConfig())
