@@ -9,6 +9,7 @@ import argparse
 
 import torch
 from console import one_sentence_errors
+from depth_training import add_train_options
 from provenance import markdown_table
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -62,6 +63,7 @@ def parse_args() -> argparse.Namespace:
     studies = parser.add_subparsers(required=True, metavar="STUDY")
     study = studies.add_parser("toy", help="residual branches alone, Xavier against T-Fixup; takes a second")
     study.set_defaults(run=toy)
+    add_train_options(studies.add_parser("train", help="short trainings over starts, depths and learning rates"))
     return parser.parse_args()
 
 
