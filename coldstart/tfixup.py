@@ -6,14 +6,27 @@ The equations are those of its section 3.2 ("T-Fixup initialization"); N is the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
 
 from coldstart.blocks import Attention, FeedForward, Stack, find_stacks
 
-__all__ = ["decoder_gain", "depth_gain", "embedding_gain", "encoder_gain", "tfixup_", "tfixup_embedding_"]
+__all__ = [
+    "adam_gain",
+    "decoder_gain",
+    "depth_gain",
+    "embedding_gain",
+    "encoder_gain",
+    "input_gain",
+    "no_gain",
+    "tfixup_",
+    "tfixup_embedding_",
+]
+
+Gain = Callable[[Stack], float]
+BASE_LAYERS = 6  # of the Transformer that the paper starts from
 
 
 def encoder_gain(num_layers: int) -> float:
@@ -61,11 +74,32 @@ def depth_gain(stack: Stack) -> float:
     return (decoder_gain if stack.has_cross_attention else encoder_gain)(len(stack.layers))
 
 
+def input_gain(stack: Stack) -> float:
+    """The gain of the input embedding of a stack: :func:`embedding_gain` of its depth."""
+    return embedding_gain(len(stack.layers))
+
+
+def adam_gain(stack: Stack) -> float:
+    """:func:`depth_gain` times ``(6/N)^(3/4)``: under Adam it keeps the first update independent of N. Not the paper's.
+
+    Theorem 3.1 is about SGD, whose step shrinks with the gradient. Adam moves every entry of a matrix by the learning
+    rate, and the branch by that times the other matrix of the branch: with the paper's gains N branches move the
+    stream by ``N * N^(-1/4)``. At 6 layers, the paper's base model, the two laws agree.
+    """
+    return depth_gain(stack) * (BASE_LAYERS / len(stack.layers)) ** 0.75
+
+
+def no_gain(stack: Stack) -> float:
+    """1 at any depth: Xavier's weights, which T-Fixup is measured against."""
+    return 1.0
+
+
 @torch.no_grad()
 def tfixup_(
     model: nn.Module,
     *,
-    encoder_embedding_gain=embedding_gain,
+    gain: Gain = depth_gain,
+    embeddings_gain: Gain = input_gain,
     pretrained_embeddings: Collection[nn.Embedding] = (),
     generator: torch.Generator | None = None,
 ) -> nn.Module:
@@ -76,7 +110,7 @@ def tfixup_(
     - every matrix is Xavier-uniform with gain 1, but Q and K have gain 1/sqrt(2), as in the authors' code, and
       are never scaled; each has its own fans, also where Q, K and V are thirds of one packed matrix;
     - V, output projection (of cross-attention too) and both feed-forward matrices are multiplied by :func:`depth_gain`;
-    - input embeddings are N(0, std d^(-1/2)), the padding row zero, multiplied by :func:`embedding_gain`; one that
+    - input embeddings are N(0, std d^(-1/2)), the padding row zero, multiplied by :func:`input_gain`; one that
       several stacks share is initialised once, with the N of the first of them (the encoder);
     - biases are zero.
 
@@ -88,8 +122,9 @@ def tfixup_(
 
     Args:
         model: a module in which :func:`coldstart.blocks.find_stacks` finds layers.
-        encoder_embedding_gain: gain of the input embedding of a stack without cross-attention, as a function of N.
-            The paper and its code use :func:`embedding_gain`; some accounts of the paper have :func:`encoder_gain`.
+        gain: what values, outputs and feed-forward matrices of a stack are multiplied by.
+        embeddings_gain: what the input embedding of a stack is multiplied by. Some accounts of the paper have
+            :func:`encoder_gain` for an encoder's; the paper and its code have the default.
         pretrained_embeddings: embeddings that hold trained vectors: scaled, but not drawn again.
         generator: source of randomness; the default generator where it is None.
 
@@ -101,29 +136,27 @@ def tfixup_(
     """
     seen: set[Tensor] = set()
     for stack in find_stacks(model):
-        _initialise_layers_(stack, generator)
-        gain = embedding_gain if stack.has_cross_attention else encoder_embedding_gain
+        _initialise_layers_(stack, gain(stack), generator)
         for embedding in stack.embeddings:
             if embedding.weight in seen:
                 continue
             seen.add(embedding.weight)
             if embedding in pretrained_embeddings:
-                embedding.weight.mul_(gain(len(stack.layers)))
+                embedding.weight.mul_(embeddings_gain(stack))
             else:
-                tfixup_embedding_(embedding, len(stack.layers), gain=gain, generator=generator)
+                _initialise_embedding_(embedding, embeddings_gain(stack), generator)
     return model
 
 
 @torch.no_grad()
 def tfixup_embedding_(
-    embedding: nn.Embedding, num_layers: int, *, gain=embedding_gain, generator: torch.Generator | None = None
+    embedding: nn.Embedding, num_layers: int, *, generator: torch.Generator | None = None
 ) -> nn.Embedding:
-    """Initialise an input embedding: N(0, std d^(-1/2)) times ``gain(N)``, the padding row zero, in place.
+    """Initialise an input embedding: N(0, std d^(-1/2)) times ``(9 N)^(-1/4)``, the padding row zero, in place.
 
     Args:
         embedding: weight ``(vocabulary, d)``.
         num_layers: N, the number of layers of the stack that the embedding feeds.
-        gain: the gain as a function of N.
         generator: source of randomness; the default generator where it is None.
 
     Returns:
@@ -132,15 +165,17 @@ def tfixup_embedding_(
     Raises:
         ValueError: ``num_layers`` is below 1.
     """
-    std = gain(num_layers) * embedding.embedding_dim**-0.5
-    nn.init.normal_(embedding.weight, std=std, generator=generator)
-    if embedding.padding_idx is not None:
-        embedding.weight[embedding.padding_idx].zero_()
+    _initialise_embedding_(embedding, embedding_gain(num_layers), generator)
     return embedding
 
 
-def _initialise_layers_(stack: Stack, generator: torch.Generator | None) -> None:
-    gain = depth_gain(stack)
+def _initialise_embedding_(embedding: nn.Embedding, gain: float, generator: torch.Generator | None) -> None:
+    nn.init.normal_(embedding.weight, std=gain * embedding.embedding_dim**-0.5, generator=generator)
+    if embedding.padding_idx is not None:
+        embedding.weight[embedding.padding_idx].zero_()
+
+
+def _initialise_layers_(stack: Stack, gain: float, generator: torch.Generator | None) -> None:
     for layer in stack.layers:
         for attention in layer.attentions:
             _initialise_attention_(attention, gain, generator)

@@ -11,6 +11,7 @@ from torch import nn
 
 from coldstart import decoder_gain, embedding_gain, encoder_gain, tfixup_, tfixup_embedding_
 from coldstart.blocks import find_stacks
+from coldstart.tfixup import adam_gain, depth_gain, no_gain
 
 WIDTH, FFN, HEADS = 64, 160, 4
 
@@ -78,6 +79,26 @@ def test_encoder_only_model_follows_the_encoder_law():
     assert_xavier(model.layers[2].linear1.weight, encoder_gain(3))
     # nn.TransformerEncoder starts as copies of one layer; T-Fixup must not keep them equal.
     assert not torch.equal(model.layers[0].linear1.weight, model.layers[1].linear1.weight)
+
+
+def test_law_for_adam_agrees_with_the_paper_at_six_layers_and_falls_as_one_over_n():
+    def gains(encoder_layers, decoder_layers):
+        model = nn.Transformer(8, 2, encoder_layers, decoder_layers, 8, batch_first=True)
+        return [(adam_gain(stack), depth_gain(stack)) for stack in find_stacks(model)]
+
+    for adam, paper in gains(6, 6):
+        assert adam == pytest.approx(paper, rel=1e-12)
+    (encoder, _), (decoder, _) = gains(12, 24)
+    assert encoder == pytest.approx(encoder_gain(6) / 2, rel=1e-12)
+    assert decoder == pytest.approx(decoder_gain(6) / 4, rel=1e-12)
+
+
+def test_without_a_law_weights_are_xavier_s():
+    model = nn.Transformer(WIDTH, HEADS, 3, 2, FFN, batch_first=True)
+    tfixup_(model, gain=no_gain)
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        check_attention(layer.self_attn, 1.0)
+        check_feed_forward(layer, 1.0)
 
 
 def test_cross_attention_to_another_width():

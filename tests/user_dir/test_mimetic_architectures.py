@@ -404,6 +404,11 @@ def test_language_model_of_t_fixup_follows_the_law_of_an_encoder():
     assert_normal(torch.cat((embedding[: SOURCE.pad()], embedding[SOURCE.pad() + 1 :])), embedding_gain(2) / WIDTH**0.5)
 
 
+def test_language_model_of_xavier_s_weights():
+    model = build(LM_TFIXUP, "--tfixup-law", "none")
+    assert_xavier(model.decoder.layers[1].fc2.weight, 1.0)
+
+
 @pytest.mark.parametrize(
     "tied", [(), ("--tie-adaptive-weights",), ("--tie-adaptive-weights", "--tie-adaptive-proj")], ids=len
 )

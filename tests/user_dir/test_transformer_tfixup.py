@@ -78,6 +78,21 @@ def test_encoder_embedding_gain_option():
 
 
 @pytest.mark.parametrize(
+    ("law", "power", "embedding"),
+    [("adam", 0.75, [embedding_gain(3), embedding_gain(2)]), ("none", None, [1.0, 1.0])],
+)
+def test_other_laws(law, power, embedding):
+    model = build("--tfixup-law", law)
+    for side, layers, paper in ((model.encoder, 3, encoder_gain(3)), (model.decoder, 2, decoder_gain(2))):
+        gain = 1.0 if power is None else paper * (6 / layers) ** power
+        assert_xavier(side.layers[1].fc1.weight, gain)
+        assert_xavier(side.layers[1].self_attn.v_proj.weight, gain)
+        assert_xavier(side.layers[1].self_attn.k_proj.weight, 2**-0.5)
+    for side, gain in zip((model.encoder, model.decoder), embedding, strict=True):
+        check_embedding(side.embed_tokens, gain)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("--encoder-layerdrop", "0.9", "--decoder-layerdrop", "0.9"),
@@ -127,6 +142,7 @@ def test_layer_norm_can_be_kept():
         (["--decoder-layers", "-1"], "--decoder-layers must be at least 1"),
         (["--base-layers", "1"], "--base-layers has feed-forward experts"),
         (["--base-layers", "1", "--tfixup-layer-norm"], "--base-layers has feed-forward experts"),
+        (["--tfixup-law", "none", "--tfixup-encoder-embedding-gain", "encoder"], "scales nothing, .*: leave one out"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -138,6 +154,11 @@ def test_options_that_cannot_hold_together(arguments, sentence):
 def test_unknown_gain_from_hydra_is_one_sentence():
     with pytest.raises(ValueError, match="is 'embedding' or 'encoder', not 'foo'"):
         build_from_hydra("transformer_tfixup", tfixup_encoder_embedding_gain="foo")
+
+
+def test_unknown_law_from_hydra_is_one_sentence():
+    with pytest.raises(ValueError, match="--tfixup-law is 'paper' or 'adam' or 'none', not 'foo'"):
+        build_from_hydra("transformer_tfixup", tfixup_law="foo")
 
 
 def test_kept_layers_set_the_depth():

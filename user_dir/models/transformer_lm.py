@@ -8,10 +8,8 @@ from fairseq.models import register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from torch import Tensor, nn
 
-from coldstart.tfixup import depth_gain
-
 from .mimetic import MimeticConfig, MimeticLanguageConfig, check_mimetic_options, make_mimetic, with_defaults
-from .transformer_tfixup import check_tfixup_options, fix_up
+from .transformer_tfixup import LAWS, TFixupWeightsConfig, check_tfixup_options, fix_up
 
 
 @dataclass
@@ -34,11 +32,8 @@ class MimeticLanguageModelConfig(MimeticLanguageConfig, LanguageModelConfig):
 
 
 @dataclass
-class TFixupLanguageModelConfig(MimeticConfig, LanguageModelConfig):
-    tfixup_layer_norm: bool = field(
-        default=False,
-        metadata={"help": "keep LayerNorm where fairseq has it (T-Fixup removes it), with T-Fixup's initial weights"},
-    )
+class TFixupLanguageModelConfig(TFixupWeightsConfig, MimeticConfig, LanguageModelConfig):
+    pass
 
 
 class PluginLanguageModel(TransformerLanguageModel):
@@ -104,8 +99,7 @@ class TFixupLanguageModel(PluginLanguageModel):
     def build_model(cls, args, task):
         """Build the model, without LayerNorm unless ``--tfixup-layer-norm``, and initialise it by depth."""
         check_tfixup_options(args)
-        model = fix_up(super().build_model(args, task), keep_layer_norm=args.tfixup_layer_norm)
-        return make_mimetic(model, args, vo_gain=depth_gain)
+        return fix_up(super().build_model(args, task), args, LAWS[args.tfixup_law])
 
 
 # Not by fairseq's functions for named sizes: Hydra fills in the defaults of the dataclass before they are called.

@@ -1,30 +1,50 @@
 """``--arch transformer_tfixup``: fairseq's Transformer with T-Fixup's initial weights and without LayerNorm."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
 
-from coldstart.blocks import remove_layer_norms_
-from coldstart.tfixup import depth_gain, embedding_gain, encoder_gain, tfixup_
+from coldstart.blocks import Stack, remove_layer_norms_
+from coldstart.tfixup import Gain, adam_gain, depth_gain, encoder_gain, input_gain, no_gain, tfixup_
 
 from .. import compat
 from .mimetic import MimeticConfig, make_mimetic, refuse_sharded
 from .sizes import register_sizes
 from .transformer_mimetic import MimeticOptionsModel
 
-ENCODER_EMBEDDING_GAINS = {"embedding": embedding_gain, "encoder": encoder_gain}
+
+class Law(NamedTuple):
+    """What T-Fixup multiplies by, as functions of a stack."""
+
+    gain: Gain
+    embeddings_gain: Gain = input_gain
+
+
+LAWS = {"paper": Law(depth_gain), "adam": Law(adam_gain), "none": Law(no_gain, no_gain)}
+ENCODER_EMBEDDING_GAINS = ("embedding", "encoder")
 
 
 @dataclass
-class TFixupConfig(FairseqDataclass):
+class TFixupWeightsConfig(FairseqDataclass):
     tfixup_layer_norm: bool = field(
         default=False,
         metadata={"help": "keep LayerNorm where fairseq has it (T-Fixup removes it), with T-Fixup's initial weights"},
     )
+    tfixup_law: ChoiceEnum(LAWS) = field(
+        default="paper",
+        metadata={
+            "help": "how weights depend on the number of layers N: 'paper'; 'adam', whose matrices are smaller by "
+            "(6/N)^(3/4), so that Adam's first update does not grow with N; 'none' is Xavier at any depth"
+        },
+    )
+
+
+@dataclass
+class TFixupConfig(TFixupWeightsConfig):
     tfixup_encoder_embedding_gain: ChoiceEnum(ENCODER_EMBEDDING_GAINS) = field(
         default="embedding",
         metadata={
@@ -51,32 +71,33 @@ class TFixupTransformerModel(MimeticOptionsModel):
             ValueError: options that cannot hold together.
         """
         check_tfixup_options(args)
-        gain = args.tfixup_encoder_embedding_gain
-        if gain not in ENCODER_EMBEDDING_GAINS:
-            raise ValueError(f"--tfixup-encoder-embedding-gain is 'embedding' or 'encoder', not '{gain}'")
+        law = LAWS[args.tfixup_law]
+        if args.tfixup_encoder_embedding_gain == "encoder":
+            law = law._replace(embeddings_gain=as_the_encoder_s_matrices)
         model = super().build_model(args, task)
         loaded = {model.encoder: args.encoder_embed_path, model.decoder: args.decoder_embed_path}
-        fix_up(
-            model,
-            keep_layer_norm=args.tfixup_layer_norm,
-            encoder_embedding_gain=ENCODER_EMBEDDING_GAINS[gain],
-            pretrained_embeddings=[side.embed_tokens for side, path in loaded.items() if path],
-        )
-        return make_mimetic(model, args, vo_gain=depth_gain)
+        pretrained = [side.embed_tokens for side, path in loaded.items() if path]
+        return fix_up(model, args, law, pretrained_embeddings=pretrained)
 
 
-def fix_up(model: torch.nn.Module, *, keep_layer_norm: bool, **settings: Any) -> torch.nn.Module:
-    """Take LayerNorm out and initialise by depth; a model that will be loaded into keeps fairseq's weights.
+def as_the_encoder_s_matrices(stack: Stack) -> float:
+    """The gain of embeddings in some accounts of the paper: the encoder's have that of its matrices."""
+    return input_gain(stack) if stack.has_cross_attention else encoder_gain(len(stack.layers))
+
+
+def fix_up(model: torch.nn.Module, args: Any, law: Law, **settings: Any) -> torch.nn.Module:
+    """Take LayerNorm out unless ``--tfixup-layer-norm``, initialise by a law, and make self-attention mimetic where
+    asked; a model that will be loaded into keeps fairseq's weights.
 
     Args:
         settings: as :func:`coldstart.tfixup.tfixup_` has them.
     """
     refuse_sharded(model, "T-Fixup")
-    if not keep_layer_norm:
+    if not args.tfixup_layer_norm:
         remove_layer_norms_(model)
     if not compat.weights_will_be_read():
-        tfixup_(model, **settings)
-    return model
+        tfixup_(model, gain=law.gain, embeddings_gain=law.embeddings_gain, **settings)
+    return make_mimetic(model, args, vo_gain=law.gain)
 
 
 def check_tfixup_options(args) -> None:
@@ -85,6 +106,15 @@ def check_tfixup_options(args) -> None:
     Raises:
         ValueError: one sentence that names the option and says what to do instead.
     """
+    for option, choices in (("tfixup_law", LAWS), ("tfixup_encoder_embedding_gain", ENCODER_EMBEDDING_GAINS)):
+        given = getattr(args, option, None)
+        if given is not None and given not in choices:
+            allowed = " or ".join(f"'{choice}'" for choice in choices)
+            raise ValueError(f"--{option.replace('_', '-')} is {allowed}, not '{given}'")
+    if args.tfixup_law == "none" and getattr(args, "tfixup_encoder_embedding_gain", None) == "encoder":
+        raise ValueError(
+            "--tfixup-law none scales nothing, --tfixup-encoder-embedding-gain encoder scales embeddings: leave one out"
+        )
     for option in ("encoder_layers", "decoder_layers"):
         layers = getattr(args, option, 1)
         if layers < 1:
