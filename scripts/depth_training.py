@@ -23,6 +23,7 @@ from depth_starts import (
     size_of,
     start_named,
 )
+from plot_curves import COLOURS, drawing
 from provenance import markdown_table, provenance
 from recipes import Recipe, Variant
 from steps import prepare
@@ -30,6 +31,7 @@ from training_log import TrainingLog, read_log
 from training_run import exit_on_sigterm
 
 STALLED = 0.98  # of the entropy of single target tokens: a loss above that has learned next to nothing beyond them
+LINES = ("-", "--", ":")
 TARGET_TEXT = {"cmudict": "text/train.phones", "multi30k": "pieces/train.en"}
 
 
@@ -60,7 +62,9 @@ class Outcome:
         return math.inf if self.diverged_at is not None else self.smooth[-1]
 
     def reaches(self, loss: float) -> int | None:
-        """The first update whose smoothed loss is no more than this, or None."""
+        """The first update whose smoothed loss is no more than this; None where there is none, or it diverged."""
+        if self.diverged_at is not None:
+            return None
         found = (update for update, own in enumerate(self.smooth, start=1) if own <= loss and update >= LAST_UPDATES)
         return next(found, None)
 
@@ -232,6 +236,68 @@ def shown_loss(outcome: Outcome | None) -> str:
     return f"{outcome.loss:.2f}" if outcome.diverged_at is None else f"diverged, update {outcome.diverged_at}"
 
 
+def draw_depths(cells: Sequence[Cell], stall: float, out: Path) -> None:
+    """Loss against depth, a line for each start, and the curves of the deepest of the full-length trainings."""
+    starts = list(dict.fromkeys(cell.start for cell in cells))
+    full = [cell.depth for cell in cells if cell.depth.updates is None] or [cell.depth for cell in cells]
+    deepest = max(full, key=lambda depth: depth.layers)
+    depths = sorted({cell.depth for cell in cells}, key=lambda depth: depth.layers)
+    with drawing(out, (13, 4.8), columns=2) as (by_depth, curves):
+        for index, start in enumerate(starts):
+            look = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index // len(COLOURS) % len(LINES)]}
+            own = {cell.depth: cell for cell in cells if cell.start == start}
+            sound = [depth for depth in depths if depth in own and math.isfinite(own[depth].loss)]
+            places = [depths.index(depth) for depth in sound]
+            by_depth.plot(places, [own[depth].loss for depth in sound], marker="o", label=start.label, **look)
+            lost = [depths.index(depth) for depth, cell in own.items() if not math.isfinite(cell.loss)]
+            by_depth.plot(lost, [1.15 * stall] * len(lost), "x", color=look["color"], markersize=8)
+            for outcome in own[deepest].best if deepest in own else []:
+                curves.plot(range(1, len(outcome.losses) + 1), outcome.smooth, linewidth=1.3, **look)
+        by_depth.axhline(stall, color="#8d96a3", linestyle=":", linewidth=1)
+        by_depth.annotate(
+            "knows only how frequent tokens are", (0, stall), (0, 3), textcoords="offset points", fontsize=8
+        )
+        by_depth.set_xticks(range(len(depths)), [depth_label(depth) for depth in depths])
+        by_depth.set(xlabel="layers of encoder and of decoder", ylabel="training loss (bits a token), last updates")
+        curves.set(xlabel="updates", ylim=(0, 1.6 * stall))
+        curves.set_title(f"{deepest}+{deepest} layers" if deepest.encoder == deepest.decoder else f"{deepest} layers")
+        by_depth.legend(frameon=False, fontsize=8)
+
+
+def depth_label(depth: Depth) -> str:
+    """As on the axis of a picture."""
+    return f"{depth}\n({depth.updates} updates)" if depth.updates else str(depth)
+
+
+def draw_map(cells: Sequence[Cell], stall: float, out: Path) -> None:
+    """A panel for each start: depth and learning rate, coloured by the loss with the first seed; a cross diverged."""
+    starts = list(dict.fromkeys(cell.start for cell in cells))
+    depths = sorted({cell.depth for cell in cells}, key=lambda depth: depth.layers)
+    rates = sorted({lr for cell in cells for lr in cell.rates}, key=float)
+    losses = [outcome.loss for cell in cells for outcome in cell.outcomes.values() if math.isfinite(outcome.loss)]
+    scale = {"vmin": min([*losses, stall / 2]), "vmax": stall, "cmap": "viridis_r"}
+    with drawing(out, (2.2 * len(starts) + 1.4, 3.6), columns=len(starts)) as panels:
+        for axes, start in zip(panels, starts, strict=True):
+            points = [
+                (depths.index(cell.depth), float(lr), cell.of(lr)[0].loss)
+                for cell in cells
+                if cell.start == start
+                for lr in cell.rates
+            ]
+            sound = [point for point in points if math.isfinite(point[2])]
+            lost = [point for point in points if not math.isfinite(point[2])]
+            x, y, loss = zip(*sound, strict=True) if sound else ((), (), ())
+            colours = axes.scatter(x, y, c=loss, s=170, marker="s", **scale)
+            axes.plot([point[0] for point in lost], [point[1] for point in lost], "x", color="#d1495b", markersize=9)
+            axes.set(yscale="log", xlabel="layers", xlim=(-0.6, len(depths) - 0.4))
+            axes.set_title(start.label, fontsize=9)
+            axes.set_xticks(range(len(depths)), list(map(str, depths)))
+            axes.set_yticks([float(lr) for lr in rates], rates)
+            axes.minorticks_off()
+        panels[0].set_ylabel("learning rate")
+        panels[0].figure.colorbar(colours, ax=panels, label=f"loss (bits a token; {stall:.1f} or more: stalled)")
+
+
 def train_study(args: argparse.Namespace) -> str:
     """Train all points; return the tables, and write them and the pictures into the folder of the study."""
     exit_on_sigterm()
@@ -249,7 +315,9 @@ def train_study(args: argparse.Namespace) -> str:
         "a training has stalled",
     ]
     text = "\n\n".join(part for part in parts if part) + "\n"
-    (args.out / "train.md").write_text(text)
+    (args.out / f"{args.name}.md").write_text(text)
+    draw_depths(cells, stall, args.out / f"{args.name}.png")
+    draw_map(cells, stall, args.out / f"{args.name}_rates.png")
     return text
 
 
@@ -273,5 +341,6 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=listed(int), default=[1], metavar="SEED,SEED,...")
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("runs/depth_study"), help="folder for trainings and tables")
+    parser.add_argument("--name", default="train", help="of the table and the pictures")
     add_size_options(parser)
     parser.set_defaults(run=train_study)
