@@ -79,7 +79,6 @@ def find_split(data: Path, subset: str, source: str | None, target: str | None) 
 
     Raises `UserError` where there is none, or more than one.
     """
-    logging.getLogger("fairseq").setLevel(logging.WARNING)  # importing it says what else could be installed
     from fairseq.data import indexed_dataset
 
     pairs = []
@@ -255,6 +254,8 @@ def write_text(path: Path, lines: Sequence[str]) -> None:
 
 def evaluate(args: argparse.Namespace, options: Sequence[str]) -> None:
     """Translate, score, print the scores and keep them; `options` are for `fairseq-generate`."""
+    for library in ("fairseq", "sacrebleu"):  # importing fairseq makes all libraries say what they do
+        logging.getLogger(library).setLevel(logging.WARNING)
     try:
         metrics = detokenised_metrics(args.lowercase)
     except ImportError:
