@@ -72,6 +72,9 @@ class DepthProbe:
         gradient_norm: Euclidean norm of the gradient over all trainable parameters.
         output_norm: ||F(W)||, F being what the model returns, for the whole batch.
         function_change: ||F(W + dW) - F(W)||: what T-Fixup's theorem 3.1 keeps independent of depth under SGD.
+        output_spread: how much F(W) differs from token to token: its norm once the mean over all tokens of the batch is
+            taken off. A token is an entry of all dimensions of F but the last.
+        updated_spread: the same of F(W + dW).
     """
 
     blocks: tuple[BlockProbe, ...]
@@ -80,11 +83,19 @@ class DepthProbe:
     gradient_norm: float
     output_norm: float
     function_change: float
+    output_spread: float
+    updated_spread: float
 
     @property
     def relative_change(self) -> float:
         """||F(W + dW) - F(W)|| / ||F(W)||."""
         return _ratio(self.function_change, self.output_norm)
+
+    @property
+    def kept_spread(self) -> float:
+        """The share of the differences between tokens that the first step leaves. Near 0, the model says the same
+        whatever it reads, and there is little gradient to learn better from."""
+        return _ratio(self.updated_spread, self.output_spread)
 
     @property
     def signal(self) -> dict[str, float]:
@@ -169,6 +180,8 @@ def probe_depth(
         gradient_norm=_total(branch_gradients.values()),
         output_norm=_total(map(_norm, output)),
         function_change=_total(_norm(new - old) for new, old in zip(updated_output, output, strict=True)),
+        output_spread=_total(map(_spread, output)),
+        updated_spread=_total(map(_spread, updated_output)),
     )
 
 
@@ -331,6 +344,11 @@ def _branch_gradients(layers: Iterable[Layer], gradients: dict[str, Tensor]) -> 
 
 def _norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor)
+
+
+def _spread(output: Tensor) -> Tensor:
+    tokens = output.reshape(-1, output.shape[-1]) if output.dim() else output.reshape(1, 1)
+    return _norm(tokens - tokens.mean(dim=0))
 
 
 def _total(norms: Iterable[Tensor | float]) -> float:

@@ -13,7 +13,7 @@ DEPTHS = (6, 12, 24)
 
 def probe(signal=2.0, gradient=1.0, change=0.5, stacks=("encoder",)):
     blocks = [BlockProbe(stack, f"{stack}.layers.0", "feed-forward", 1.0, 0.1, signal, 1.0, 1.0) for stack in stacks]
-    return DepthProbe(tuple(blocks), 3.0, 2.9, gradient, 10.0, change)
+    return DepthProbe(tuple(blocks), 3.0, 2.9, gradient, 10.0, change, 1.0, 0.5)
 
 
 def lines_of(axes):

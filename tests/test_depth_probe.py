@@ -110,6 +110,26 @@ def test_the_step_is_that_of_the_optimiser(name, optimizer, tokens):
     assert probe.output_norm == pytest.approx(output.norm().item(), rel=1e-12)
     assert probe.function_change == pytest.approx((changed - output).norm().item(), rel=1e-9)
     assert probe.relative_change == probe.function_change / probe.output_norm
+    for spread, values in ((probe.output_spread, output), (probe.updated_spread, changed)):
+        variance = values.flatten(0, 1).var(dim=0, unbiased=False).sum().item()
+        assert spread == pytest.approx((variance * 4 * 6) ** 0.5, rel=1e-9)
+    assert probe.kept_spread == probe.updated_spread / probe.output_spread
+
+
+def test_a_step_that_makes_all_tokens_alike_keeps_no_spread():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.scale = Encoder(), nn.Parameter(torch.ones(1))
+            self.encoder.requires_grad_(False)
+
+        def forward(self, features):
+            return self.scale * self.encoder(features)
+
+    features = torch.randn(2, 3, WIDTH)
+    probe = probe_depth(Head(), lambda model, batch: model(batch).square().mean(), features, optimizer="adam", lr=1.0)
+    assert probe.output_spread > 1
+    assert probe.kept_spread == pytest.approx(0, abs=1e-6)
 
 
 def test_unused_repeated_frozen_and_sparsely_trained_parameters_take_their_step():
