@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldstart.depth import FLAT_EXPONENT, SIGNIFICANT_ERRORS, Fit, Verdict, fit_exponent, verdict
+from coldstart.depth import (
+    FLAT_EXPONENT,
+    KEPT_SPREAD,
+    SIGNIFICANT_ERRORS,
+    Fit,
+    Verdict,
+    fit_exponent,
+    verdict,
+    will_stall,
+)
+from coldstart.probe import DepthProbe
 
 DEPTHS = [6, 12, 24, 48, 96]
 many_depths = st.lists(st.integers(1, 1000), min_size=3, max_size=9).filter(
@@ -108,3 +118,21 @@ def test_what_has_no_exponent(function, depths, values, sentence):
 def test_no_fit_of_zero_or_overflow(value):
     with pytest.raises(ValueError, match="positive finite values only"):
         fit_exponent([6, 12, 24], [1.0, value, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stalls"),
+    [
+        (1.0, 1.0, False),
+        (1.0, KEPT_SPREAD, False),
+        (1.0, 0.9 * KEPT_SPREAD, True),
+        (5.0, 0.0, True),
+        (1.0, 30.0, False),
+        (1.0, math.inf, True),
+        (1.0, math.nan, True),
+        (math.inf, math.inf, True),
+    ],
+)
+def test_a_training_stalls_whose_first_step_makes_tokens_alike_or_overflows(before, after, stalls):
+    probe = DepthProbe((), 1.0, 1.0, 1.0, 1.0, 1.0, output_spread=before, updated_spread=after)
+    assert will_stall(probe) is stalls
