@@ -25,33 +25,47 @@ from training_run import cuda_is_available, threads
 
 def build(recipe: Recipe, variant: Variant, count: int):
     """fairseq's trainer for a variant, made from the recipe's command, and at most `count` batches."""
-    from fairseq import options, tasks, utils
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from fairseq.trainer import Trainer
+    return build_from(recipe.train(Path("runs/benchmark"), variant, cpu=not cuda_is_available()), count)
 
-    command = recipe.train(Path("runs/benchmark"), variant, cpu=not cuda_is_available())
-    parser = options.get_training_parser()
-    args = options.parse_args_and_arch(parser, input_args=command[1:])
-    config = convert_namespace_to_omegaconf(args)
-    utils.import_user_module(config.common)
-    utils.set_torch_seed(recipe.seed)
-    task = tasks.setup_task(config.task)
-    trainer = Trainer(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
+
+def build_from(command: list[str], count: int):
+    """fairseq's trainer, made from a `fairseq-train` command, and at most `count` batches."""
+    trainer = trainer_of(command)
     iterator = trainer.get_train_iterator(epoch=1).next_epoch_itr(shuffle=True)
     trainer.begin_epoch(1)
     return trainer, list(islice(iterator, count))
 
 
-def tokens_per_second(trainer, batches: list[dict]) -> float:
-    """Target tokens per second of one pass over the batches."""
+def trainer_of(command: list[str]):
+    """fairseq's trainer, made from a `fairseq-train` command, without its data."""
+    from fairseq import options, tasks, utils
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from fairseq.trainer import Trainer
+
+    parser = options.get_training_parser()
+    args = options.parse_args_and_arch(parser, input_args=command[1:])
+    config = convert_namespace_to_omegaconf(args)
+    utils.import_user_module(config.common)
+    utils.set_torch_seed(config.common.seed)
+    task = tasks.setup_task(config.task)
+    return Trainer(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
+
+
+def pass_seconds(trainer, batches: list[dict]) -> float:
+    """Seconds of one pass over the batches, an update each."""
     start = time.perf_counter()
     for batch in batches:
-        trainer.train_step([batch])
+        trainer.train_step([batch], raise_oom=True)
     if trainer.cuda:
         import torch
 
         torch.cuda.synchronize()
-    return sum(batch["ntokens"] for batch in batches) / (time.perf_counter() - start)
+    return time.perf_counter() - start
+
+
+def tokens_per_second(trainer, batches: list[dict]) -> float:
+    """Target tokens per second of one pass over the batches."""
+    return sum(batch["ntokens"] for batch in batches) / pass_seconds(trainer, batches)
 
 
 def benchmark(recipe: Recipe, rounds: int, updates: int) -> str:

@@ -2,10 +2,12 @@
 a folder whole or not at all."""
 
 import argparse
+import logging
 import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,3 +100,16 @@ def whole_directory(target: Path) -> Iterator[Path]:
     if target.exists():
         shutil.rmtree(target)
     partial.rename(target)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what fairseq logs, and what Hydra and PyTorch warn it of."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -23,6 +23,12 @@ def with_warmup(start: Variant) -> Variant:
 T_FIXUP = Variant("tfixup", "T-Fixup", ("--arch=transformer_tfixup",))
 ADMIN = Variant("admin", "Admin", ("--arch=transformer_admin",))
 DEEPNORM = Variant("deepnorm", "DeepNorm", ("--arch=transformer_deepnorm",))
+XAVIER = Variant("xavier", "Xavier, no LayerNorm", ("--arch=transformer_tfixup", "--tfixup-law=none"))
+GRADINIT = Variant(
+    "gradinit",
+    "Post-LN, GradInit",
+    (*POST_LN.options, "--task=gradinit_translation", "--gradinit-iterations=100"),
+)
 MIMETIC = Variant("mimetic", "Post-LN, mimetic", ("--arch=transformer_mimetic",))
 STARTS = {
     start.name: start
@@ -37,6 +43,8 @@ STARTS = {
         with_warmup(DEEPNORM),
         MIMETIC,
         with_warmup(MIMETIC),
+        XAVIER,
+        GRADINIT,
     )
 }
 
