@@ -12,7 +12,6 @@ import argparse
 import logging
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmark_speed import build
-from console import UserError, one_sentence_errors, shown
+from console import one_sentence_errors, shown
+from memory import held, measured_alone, peak
 from provenance import markdown_table, provenance
 from recipes import POST_LN, RECIPES, Recipe, smoothed
 from steps import prepare
@@ -111,33 +111,21 @@ def peak_memory(recipe: Recipe, what: str) -> int:
     """Bytes that this process holds at its peak, more than before it builds the model."""
     import torch
 
-    with open("/proc/self/status") as status:
-        before = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
+    before = held()
     subject = Subject(recipe, 3)
-    if subject.model.parameters().__next__().is_cuda:
+    if cuda_is_available():
         torch.cuda.reset_peak_memory_stats()
     if what == PLAIN:
         for _ in subject.plain(step=True):
             pass
     else:
         subject.gradinit(what, lambda _: None)
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")) - before
+    return peak() - before
 
 
 def peak_memories(argv: list[str]) -> dict[str, int]:
     """Peak memory of plain training and of both branches, each in a process of its own."""
-    peaks = {}
-    for what in (PLAIN, SATISFIED, VIOLATED):
-        command = [sys.executable, __file__, *argv, "--peak-memory-of", what]
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode:
-            raise UserError(f"the measurement of memory failed:\n{done.stderr[-2000:]}")
-        peaks[what] = int(done.stdout.split()[-1])
-    return peaks
+    return {what: measured_alone(__file__, [*argv, "--peak-memory-of", what]) for what in (PLAIN, SATISFIED, VIOLATED)}
 
 
 def benchmark(recipe: Recipe, rounds: int, iterations: int, argv: list[str]) -> str:
