@@ -1,14 +1,19 @@
 """What an initialisation does to a Transformer at depth.
 
-    python scripts/depth_study.py toy    residual branches alone, Xavier against T-Fixup
-
-Nothing is trained for it.
+python scripts/depth_study.py toy     residual branches alone, Xavier against T-Fixup
+python scripts/depth_study.py probe   signal, gradient and first update, before training
+python scripts/depth_study.py train   short trainings over starts, depths and learning rates
+python scripts/depth_study.py judge   how often the probe says rightly which of them stall
+python scripts/depth_study.py cost    seconds and memory of an update
 """
 
 import argparse
 
 import torch
 from console import one_sentence_errors
+from depth_cost import add_cost_options
+from depth_judging import add_judge_options
+from depth_probing import add_probe_options
 from depth_training import add_train_options
 from provenance import markdown_table
 from torch import Tensor, nn
@@ -63,7 +68,10 @@ def parse_args() -> argparse.Namespace:
     studies = parser.add_subparsers(required=True, metavar="STUDY")
     study = studies.add_parser("toy", help="residual branches alone, Xavier against T-Fixup; takes a second")
     study.set_defaults(run=toy)
+    add_probe_options(studies.add_parser("probe", help="signal, gradient and first update before training, by depth"))
     add_train_options(studies.add_parser("train", help="short trainings over starts, depths and learning rates"))
+    add_judge_options(studies.add_parser("judge", help="how often the probe foretells which of those trainings stall"))
+    add_cost_options(studies.add_parser("cost", help="seconds and memory of an update, by depth"))
     return parser.parse_args()
 
 

@@ -30,7 +30,7 @@ from steps import prepare
 from training_log import TrainingLog, read_log
 from training_run import exit_on_sigterm
 
-STALLED = 0.98  # of the entropy of single target tokens: a loss above that has learned next to nothing beyond them
+STALLED = 0.9  # of the entropy of single target tokens: a loss above that has learned little beyond them
 LINES = ("-", "--", ":")
 TARGET_TEXT = {"cmudict": "text/train.phones", "multi30k": "pieces/train.en"}
 
