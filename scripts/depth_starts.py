@@ -21,9 +21,10 @@ def with_warmup(start: Variant) -> Variant:
 
 
 T_FIXUP = Variant("tfixup", "T-Fixup", ("--arch=transformer_tfixup",))
+T_FIXUP_ADAM = Variant("tfixup_adam", "T-Fixup, Adam's law", (*T_FIXUP.options, "--tfixup-law=adam"))
 ADMIN = Variant("admin", "Admin", ("--arch=transformer_admin",))
 DEEPNORM = Variant("deepnorm", "DeepNorm", ("--arch=transformer_deepnorm",))
-XAVIER = Variant("xavier", "Xavier, no LayerNorm", ("--arch=transformer_tfixup", "--tfixup-law=none"))
+XAVIER = Variant("xavier", "Xavier, no LayerNorm", (*T_FIXUP.options, "--tfixup-law=none"))
 GRADINIT = Variant(
     "gradinit",
     "Post-LN, GradInit",
@@ -37,6 +38,7 @@ STARTS = {
         POST_LN_WARMUP,
         replace(PRE_LN, label="Pre-LN"),
         T_FIXUP,
+        T_FIXUP_ADAM,
         ADMIN,
         with_warmup(ADMIN),
         DEEPNORM,
