@@ -27,7 +27,9 @@ PANELS: tuple[tuple[str, str, Quantity], ...] = (
     ("Signal: what a stack makes of its stream", "norm behind over norm before", lambda probe: probe.signal),
     ("Gradient", "norm, all parameters", lambda probe: {"": probe.gradient_norm}),
     ("First update: change of the function", "||F(W + dW) - F(W)||", lambda probe: {"": probe.function_change}),
+    ("What it leaves of the output's spread", "spread after over before", lambda probe: {"": probe.kept_spread}),
 )
+CEILING = 1e4  # times the median of a panel: where one architecture explodes, the others can be told apart still
 
 
 class _Line(NamedTuple):
@@ -42,8 +44,8 @@ def draw_depth(measured: Mapping[str, Sequence[tuple[int, DepthProbe]]], title: 
     """A matplotlib figure with a line for each architecture: N against signal, gradient and first update.
 
     Below are the verdicts of :func:`coldstart.depth.verdict`, where there are measurements enough. A cross at the upper
-    edge is a value that is not finite, one at the lower edge a value of zero. Of several measurements at one N, as with
-    several seeds, the line goes through the median.
+    edge is a value that is not finite, or beyond :data:`CEILING`, one at the lower edge a value of zero. Of several
+    measurements at one N, as with several seeds, the line goes through the median.
 
     Args:
         measured: for each architecture pairs of N and what was measured there, all with the same batch and loss.
@@ -57,7 +59,7 @@ def draw_depth(measured: Mapping[str, Sequence[tuple[int, DepthProbe]]], title: 
         raise ValueError("there are no measurements to draw")
     lines = [list(_lines(measured, quantity)) for _, _, quantity in PANELS]
     legend_height = 0.3 + 0.2 * max(map(len, lines))
-    figure = empty_figure(15, 4.6 + legend_height)
+    figure = empty_figure(19, 4.6 + legend_height)
     figure.suptitle(title, x=0.012, ha="left", fontsize=15, weight="bold", color=INK)
     grid = figure.add_gridspec(2, len(PANELS), height_ratios=[4, legend_height])
     for column, ((panel, unit, _), own) in enumerate(zip(PANELS, lines, strict=True)):
@@ -89,7 +91,9 @@ def _with_verdict(name: str, depths: Sequence[int], values: Sequence[float]) -> 
 
 def _draw_lines(axes: Axes, lines: Sequence[_Line]) -> None:
     """The lines, on logarithmic axes; what has no place on them is a cross at the edge."""
-    foot, top = log_limits(value for line in lines for value in line.values if math.isfinite(value))
+    positive = [value for line in lines for value in line.values if 0 < value < math.inf]
+    ceiling = CEILING * statistics.median(positive or [1])
+    foot, top = log_limits(value for value in positive if value <= ceiling)
     log_axis(axes, "y", (foot, top))
     depths = sorted({depth for line in lines for depth in line.depths})
     log_axis(axes, "x", log_limits(depths))
@@ -97,7 +101,7 @@ def _draw_lines(axes: Axes, lines: Sequence[_Line]) -> None:
     axes.minorticks_off()
     for line in lines:
         pairs = list(zip(line.depths, line.values, strict=True))
-        sound = [(depth, value) for depth, value in pairs if 0 < value < math.inf]
+        sound = [(depth, value) for depth, value in pairs if 0 < value <= ceiling]
         edges = [(depth, foot if value == 0 else top) for depth, value in pairs if (depth, value) not in sound]
         medians = {n: statistics.median(value for depth, value in sound if depth == n) for n, _ in sound}
         axes.plot(medians.keys(), medians.values(), color=line.colour, linestyle=line.style, label=line.label)

@@ -37,12 +37,13 @@ def test_each_panel_has_a_line_for_each_architecture_with_its_verdict():
         "T-Fixup": [(n, probe(1.1, 1.0, 0.1)) for n in reversed(DEPTHS)],
         "Post-LN": [(n, probe(1.0, float(n), 1 / n)) for n in DEPTHS],
     }
-    signal, _, gradient, _, update, _ = draw_depth(measured).axes
+    signal, _, gradient, _, update, _, spread, _ = draw_depth(measured).axes
     flat = "flat: N^(0.00 ± 0.00)"
     assert lines_of(signal)[f"T-Fixup, {flat}"] == [(n, 1.1) for n in DEPTHS]
     assert lines_of(gradient)["Post-LN, growing: N^(1.00 ± 0.00)"] == [(n, float(n)) for n in DEPTHS]
     assert lines_of(update)["Post-LN, shrinking: N^(-1.00 ± 0.00)"] == [(n, 1 / n) for n in DEPTHS]
-    assert [axes.get_yscale() for axes in (signal, gradient, update)] == ["log"] * 3
+    assert lines_of(spread)[f"T-Fixup, {flat}"] == [(n, 0.5) for n in DEPTHS]
+    assert [axes.get_yscale() for axes in (signal, gradient, update, spread)] == ["log"] * 4
     assert [text.get_text() for text in signal.get_xticklabels()] == ["6", "12", "24"]
 
 
@@ -59,6 +60,13 @@ def test_overflow_is_at_the_upper_edge_and_zero_at_the_lower():
     foot, top = signal.get_ylim()
     assert lines_of(signal)["Xavier, growing: not finite at N = 12"] == [(6, 1.0)]
     assert crosses_of(signal) == ([12, 24, 48], pytest.approx([top, top, foot]))
+
+
+def test_an_explosion_does_not_flatten_the_others():
+    measured = {"T-Fixup": [(n, probe(1.1)) for n in DEPTHS], "Xavier": [(6, probe(16.0)), (12, probe(1e9))]}
+    signal = draw_depth(measured).axes[0]
+    assert signal.get_ylim()[1] < 100
+    assert crosses_of(signal) == ([12], pytest.approx([signal.get_ylim()[1]]))
 
 
 def test_of_several_seeds_the_line_goes_through_the_median():
