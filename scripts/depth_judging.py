@@ -11,7 +11,7 @@ from pathlib import Path
 import depth_probing
 import depth_training
 from console import UserError, shown
-from depth_starts import Depth, size_of
+from depth_starts import Depth, depth_named, listed, size_of
 from depth_training import STALLED, TARGET_TEXT, Cell, Outcome, add_train_options, entropy, train_start
 from plot_curves import COLOURS, drawing
 from provenance import markdown_table, provenance
@@ -74,6 +74,17 @@ def best_bounds(cases: Sequence[Case], stall: float) -> tuple[float, float]:
     return max(pairwise(edges), key=lambda gap: (right(gap[1]), gap[1] - gap[0] if math.isfinite(gap[1]) else 0))
 
 
+def groups(cases: Sequence[Case], calibrated: Sequence[Depth]) -> dict[str, list[Case]]:
+    """The cases with and without warmup, those that the bound is calibrated on and those held out."""
+    found: dict[str, list[Case]] = {}
+    for warmup, note in ((False, "no warmup"), (True, "warmup")):
+        for held_out, part in ((False, "calibrated on"), (True, "held out")):
+            own = [c for c in cases if c.start.warmup == warmup and (c.depth not in calibrated) == held_out]
+            depths = ", ".join(dict.fromkeys(str(case.depth) for case in own))
+            found |= {f"{note}, {part}: {depths} layers": own} if own else {}
+    return found
+
+
 def tally(cases: Sequence[Case], stall: float) -> list[str]:
     """How many trainings there are, how many stalled, and how often the probe, and who sees no danger, is right."""
     stalled = sum(case.outcome.loss > stall for case in cases)
@@ -85,23 +96,29 @@ def tally(cases: Sequence[Case], stall: float) -> list[str]:
 
 
 def judge_study(args: argparse.Namespace) -> str:
-    """Judge all trainings, those that are missing after they were made; return the tables and write them."""
+    """Judge all trainings, those that are missing after they were made; return the tables and write them.
+
+    Raises `UserError` where no depth is left to calibrate on, or one has fewer updates: it need not have stalled.
+    """
     exit_on_sigterm()
+    if not set(args.calibrate) & set(args.layers):
+        named = ",".join(map(str, args.calibrate))
+        raise UserError(
+            f"none of --layers is a depth of --calibrate {named}, on which the bound is calibrated; add one"
+        )
+    if any(depth.updates for depth in args.layers):
+        raise UserError(
+            "--layers with updates of their own, as 200:100, can't be judged beside the others; leave them out"
+        )
     lab = depth_training.Laboratory(size_of(args), args.updates, args.out)
     recipe = lab.size.recipe(args.layers[0], args.lrs[0], args.updates, args.seeds[0])
     prepare(recipe)
     cells = [cell for start in args.arch for cell in train_start(lab, start, args)]
     stall = STALLED * entropy(recipe.data / TARGET_TEXT[lab.size.data])
     cases = cases_of(cells, args)
-    parts = {True: [], False: []}
-    for case in cases:
-        parts[case.depth.layers <= args.calibrate].append(case)
-    if not parts[True]:
-        raise UserError(f"no depth is up to --calibrate {args.calibrate:g}; give one of --layers or more")
-    low, high = best_bounds(parts[True], stall)
+    low, high = best_bounds([c for c in cases if c.depth in args.calibrate and not c.start.warmup] or cases, stall)
     header = ["trainings", "in all", "stalled", "told rightly", "false alarms", "missed", "all told alike"]
-    names = {True: f"calibrated on: up to {args.calibrate:g} layers", False: "held out: deeper"}
-    rows = [[names[part], *tally(own, stall)] for part, own in parts.items() if own]
+    rows = [[name, *tally(own, stall)] for name, own in groups(cases, args.calibrate).items()]
     wrong = [
         [case.start.label, str(case.depth), case.lr, f"{case.probe.kept_spread:.2f}", f"{case.outcome.loss:.2f}"]
         for case in cases
@@ -124,25 +141,25 @@ def judge_study(args: argparse.Namespace) -> str:
     return text
 
 
-def draw(cases: Sequence[Case], stall: float, calibrate: float, out: Path) -> None:
+def draw(cases: Sequence[Case], stall: float, calibrate: Sequence[Depth], out: Path) -> None:
     """The kept spread of the first update against the loss that came of the training."""
     starts = list(dict.fromkeys(case.start for case in cases))
     with drawing(out, (7.5, 4.8)) as (axes,):
         for index, start in enumerate(starts):
             colour = COLOURS[index % len(COLOURS)]
-            for shallow, marker in MARKERS.items():
-                own = [case for case in cases if case.start == start and (case.depth.layers <= calibrate) == shallow]
+            for known, marker in MARKERS.items():
+                own = [case for case in cases if case.start == start and (case.depth in calibrate) == known]
                 spreads = [min(max(case.probe.kept_spread, 1e-3), 10) if finite(case) else 1e-3 for case in own]
                 losses = [min(case.outcome.loss, 1.3 * stall) for case in own]
                 filled = colour if index < len(COLOURS) else "none"
-                label = start.label if shallow else None
+                label = start.label if known else None
                 axes.scatter(spreads, losses, s=34, marker=marker, edgecolors=colour, facecolors=filled, label=label)
         axes.axvline(KEPT_SPREAD, color="#8d96a3", linestyle="--", linewidth=1)
         axes.axhline(stall, color="#8d96a3", linestyle=":", linewidth=1)
         axes.set(xscale="log", ylim=(0, 1.4 * stall))
         axes.set_xlabel("before training: share of the differences between tokens that the first update leaves")
         axes.set_ylabel("after training: loss (bits a token)")
-        axes.set_title(f"circles: up to {calibrate:g} layers; squares: deeper, held out", loc="left", fontsize=10)
+        axes.set_title(f"circles: {', '.join(map(str, calibrate))} layers; squares: held out", loc="left", fontsize=10)
         axes.legend(frameon=False, fontsize=8)
 
 
@@ -154,6 +171,10 @@ def add_judge_options(parser: argparse.ArgumentParser) -> None:
     """The options of this study: those of `train`, whose trainings are judged."""
     add_train_options(parser)
     parser.add_argument(
-        "--calibrate", type=float, default=18, metavar="N", help="the bound is calibrated up to N layers; default: 18"
+        "--calibrate",
+        type=listed(depth_named),
+        default=[Depth(6, 6), Depth(18, 18)],
+        metavar="N,N,...",
+        help="depths on which the bound is calibrated; default: 6,18",
     )
     parser.set_defaults(run=judge_study, name="judge")

@@ -75,13 +75,19 @@ def study(tmp_path, *more: str) -> argparse.Namespace:
 def test_the_study(known, tmp_path):
     text = depth_judging.judge_study(study(tmp_path))
     assert (tmp_path / "judge.md").read_text() == text
-    # A warmup's first rate is small, so its stall at the peak is missed, at either depth.
-    assert "| calibrated on: up to 18 layers | 4 | 2 | 3 | 0 | 1 | 2 |" in text
-    assert "| held out: deeper | 4 | 2 | 3 | 0 | 1 | 2 |" in text
+    for depth, part in ((6, "calibrated on"), (50, "held out")):
+        assert f"| no warmup, {part}: {depth} layers | 2 | 1 | 2 | 0 | 0 | 1 |" in text
+        # A warmup's first rate is small, so its stall at the peak is missed.
+        assert f"| warmup, {part}: {depth} layers | 2 | 1 | 1 | 0 | 1 | 1 |" in text
     assert "| Post-LN, warmup | 50 | 1 | 0.90 | 5.00 |" in text
     assert (tmp_path / "judge.png").stat().st_size > 5000
 
 
 def test_nothing_to_calibrate_on(known, tmp_path):
-    with pytest.raises(UserError, match="no depth is up to --calibrate 3; give one of --layers or more"):
+    with pytest.raises(UserError, match="calibrated on --calibrate 3, but none of these is in --layers; add one"):
         depth_judging.judge_study(study(tmp_path, "--calibrate=3"))
+
+
+def test_shortened_trainings_are_not_judged(known, tmp_path):
+    with pytest.raises(UserError, match="can't be judged beside the others"):
+        depth_judging.judge_study(study(tmp_path, "--layers=6,200:100"))
