@@ -84,7 +84,7 @@ def test_the_study(known, tmp_path):
 
 
 def test_nothing_to_calibrate_on(known, tmp_path):
-    with pytest.raises(UserError, match="calibrated on --calibrate 3, but none of these is in --layers; add one"):
+    with pytest.raises(UserError, match="none of --layers is a depth of --calibrate 3, on which"):
         depth_judging.judge_study(study(tmp_path, "--calibrate=3"))
 
 
