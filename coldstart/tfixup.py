@@ -80,13 +80,15 @@ def input_gain(stack: Stack) -> float:
 
 
 def adam_gain(stack: Stack) -> float:
-    """:func:`depth_gain` times ``(6/N)^(3/4)``: under Adam it keeps the first update independent of N. Not the paper's.
+    """:func:`depth_gain`, beyond 6 layers times ``(6/N)^(3/4)``: under Adam it keeps the first update independent of N.
+
+    This is ours, not the paper's; up to 6 layers, where the paper's model begins, the two agree.
 
     Theorem 3.1 is about SGD, whose step shrinks with the gradient. Adam moves every entry of a matrix by the learning
     rate, and the branch by that times the other matrix of the branch: with the paper's gains N branches move the
-    stream by ``N * N^(-1/4)``. At 6 layers, the paper's base model, the two laws agree.
+    stream by ``N * N^(-1/4)``.
     """
-    return depth_gain(stack) * (BASE_LAYERS / len(stack.layers)) ** 0.75
+    return depth_gain(stack) * min(1.0, BASE_LAYERS / len(stack.layers)) ** 0.75
 
 
 def no_gain(stack: Stack) -> float:

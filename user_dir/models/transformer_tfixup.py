@@ -37,8 +37,8 @@ class TFixupWeightsConfig(FairseqDataclass):
     tfixup_law: ChoiceEnum(LAWS) = field(
         default="paper",
         metadata={
-            "help": "how weights depend on the number of layers N: 'paper'; 'adam', whose matrices are smaller by "
-            "(6/N)^(3/4), so that Adam's first update does not grow with N; 'none' is Xavier at any depth"
+            "help": "how weights depend on the number of layers N: 'paper'; 'adam', whose matrices beyond 6 layers are "
+            "smaller by (6/N)^(3/4), so that Adam's first update does not grow with N; 'none' is Xavier at any depth"
         },
     )
 
