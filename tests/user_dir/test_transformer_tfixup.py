@@ -78,13 +78,15 @@ def test_encoder_embedding_gain_option():
 
 
 @pytest.mark.parametrize(
-    ("law", "power", "embedding"),
-    [("adam", 0.75, [embedding_gain(3), embedding_gain(2)]), ("none", None, [1.0, 1.0])],
+    ("law", "gains", "embedding"),
+    [
+        ("adam", [encoder_gain(12) * 0.5**0.75, decoder_gain(2)], [embedding_gain(12), embedding_gain(2)]),
+        ("none", [1.0, 1.0], [1.0, 1.0]),
+    ],
 )
-def test_other_laws(law, power, embedding):
-    model = build("--tfixup-law", law)
-    for side, layers, paper in ((model.encoder, 3, encoder_gain(3)), (model.decoder, 2, decoder_gain(2))):
-        gain = 1.0 if power is None else paper * (6 / layers) ** power
+def test_other_laws(law, gains, embedding):
+    model = build("--tfixup-law", law, "--encoder-layers", "12")
+    for side, gain in zip((model.encoder, model.decoder), gains, strict=True):
         assert_xavier(side.layers[1].fc1.weight, gain)
         assert_xavier(side.layers[1].self_attn.v_proj.weight, gain)
         assert_xavier(side.layers[1].self_attn.k_proj.weight, 2**-0.5)
