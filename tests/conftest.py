@@ -31,18 +31,23 @@ def command_environment() -> dict[str, str]:
 
 def run_command(*command: object, stdin: str = "", cwd: Path | None = None, fails: bool = False) -> str:
     """Run a command to its end and return what it printed, errors included; ``fails`` says that it must fail."""
-    done = subprocess.run(
+    with subprocess.Popen(
         command_line(*command),
-        input=stdin,
+        stdin=subprocess.PIPE,
         cwd=cwd,
         env=command_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=180,
-    )
-    assert (done.returncode != 0) == fails, f"{command[0]} returned {done.returncode}:\n{done.stdout[-6000:]}"
-    return done.stdout
+    ) as process:
+        try:
+            output, _ = process.communicate(stdin, timeout=180)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # and not kill: torchrun then ends its workers, which hold the pipe open
+            output, _ = process.communicate(timeout=60)
+            pytest.fail(f"{command[0]} did not end:\n{output[-6000:]}")
+    assert (process.returncode != 0) == fails, f"{command[0]} returned {process.returncode}:\n{output[-6000:]}"
+    return output
 
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
