@@ -42,10 +42,11 @@ def trainer_of(command: list[str]):
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.trainer import Trainer
 
+    # The command itself names it as well, but mends of how options are read come too late then.
+    utils.import_user_module(argparse.Namespace(user_dir="user_dir"))
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, input_args=command[1:])
     config = convert_namespace_to_omegaconf(args)
-    utils.import_user_module(config.common)
     utils.set_torch_seed(config.common.seed)
     task = tasks.setup_task(config.task)
     return Trainer(config, task, task.build_model(config.model), task.build_criterion(config.criterion))
