@@ -273,7 +273,8 @@ def draw_map(cells: Sequence[Cell], stall: float, out: Path) -> None:
     """A panel for each start: depth and learning rate, coloured by the loss with the first seed; a cross diverged."""
     starts = list(dict.fromkeys(cell.start for cell in cells))
     depths = sorted({cell.depth for cell in cells}, key=lambda depth: depth.layers)
-    rates = sorted({lr for cell in cells for lr in cell.rates}, key=float)
+    tried = {lr for cell in cells for lr in cell.rates if len(cell.rates) > 1}
+    rates = sorted(tried or {lr for cell in cells for lr in cell.rates}, key=float)  # scaled ones would overlap
     losses = [outcome.loss for cell in cells for outcome in cell.outcomes.values() if math.isfinite(outcome.loss)]
     scale = {"vmin": min([*losses, stall / 2]), "vmax": stall, "cmap": "viridis_r"}
     with drawing(out, (2.2 * len(starts) + 1.4, 3.6), columns=len(starts)) as panels:
